@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,16 @@ logger = logging.getLogger(__name__)
 
 _Job = tuple[str, int]
 """What is measured, and its size."""
+
+
+class _Run(NamedTuple):
+    """How a job is run."""
+
+    run: Callable[[], Any]
+    before: Callable[[], Any] | None = None
+    """What is run right before, and not timed."""
+
+
 _ROWS = (1, 2, 4, 8, 9, 12, 16, 17, 24, 32, 64, 128, 256, 512)  # kernels change their way of working behind 8 and 16 rows
 _TREE_ROWS = (8, 32, 128, 512)
 _REQUESTS = (1, 4, 16, 64, 256)
@@ -39,7 +49,7 @@ _IN_A_ROW = 3
 """Runs that are timed together on a GPU, where the host prepares a step while another one runs, as in generation."""
 _STARTS = {"cpu": 3}
 """Number of starts that measure, by device; otherwise 1."""
-_FORMAT = 16
+_FORMAT = 17
 
 
 def load_or_profile(steps: DummySteps, identity: Sequence[Any], seconds: float, folder: Path | None = None) -> CostCurve:
@@ -125,16 +135,19 @@ def _curve(steps: DummySteps, ms: dict[_Job, float]) -> CostCurve:
                      *_context_ms(steps, ms), trees=_with_trees(policy, ms))
 
 
-def _jobs(steps: DummySteps, slots: list[int]) -> list[tuple[_Job, Callable[[], Any]]]:
-    """Return what is measured, in growing order of size."""
+def _jobs(steps: DummySteps, slots: list[int]) -> list[tuple[_Job, _Run]]:
+    """Return what is measured, in growing order of size. The drafter runs right behind a step of the policy, as in generation:
+    what it reads first is in no cache then. That is part of its start. Right behind itself, it would seem to draft its first
+    level as fast as further ones."""
     padded = (n for n in steps.tree_sizes if n <= _ROWS[-1])  # 192 rows may cost as much as 256: not interpolated
     rows = sorted(n for n in {*_ROWS, *padded} if n <= max(steps.max_rows, steps.max_batch))
     jobs = _context_jobs(steps, slots)
-    jobs += [(("policy", n), partial(steps.run_step, n, Strategy.OFF)) for n in rows]
-    jobs += [(("trees", n), partial(steps.run_step, n // 2, Strategy("eagle", 1, 1, 1))) for n in _TREE_ROWS if n in rows]
+    jobs += [(("policy", n), _Run(partial(steps.run_step, n, Strategy.OFF))) for n in rows]
+    jobs += [(("trees", n), _Run(partial(steps.run_step, n // 2, Strategy("eagle", 1, 1, 1)))) for n in _TREE_ROWS if n in rows]
     if steps.has_learned_drafter:
         for requests in (n for n in _REQUESTS if n <= steps.max_batch):
-            jobs += [((shape, requests), partial(steps.run_drafter, requests, Strategy.parse(shape)))
+            step = partial(steps.run_step, requests, Strategy.OFF)
+            jobs += [((shape, requests), _Run(partial(steps.run_drafter, requests, Strategy.parse(shape)), step))
                      for shape in (_SHORT, _DEEP, _BROAD)]
     jobs.sort(key=lambda job: job[0][1])
     return jobs
@@ -150,13 +163,13 @@ def _with_trees(policy: Points, ms: dict[_Job, float]) -> Points:
     return Points.through(zip(policy.x.tolist(), (policy.y * more).tolist(), strict=True))
 
 
-def _context_jobs(steps: DummySteps, slots: list[int]) -> list[tuple[_Job, Callable[[], Any]]]:
+def _context_jobs(steps: DummySteps, slots: list[int]) -> list[tuple[_Job, _Run]]:
     """Return steps with and without draft trees, each with an empty and with a long context."""
     requests, seen = _context_sizes(steps)
-    jobs: list[tuple[_Job, Callable[[], Any]]] = []
+    jobs: list[tuple[_Job, _Run]] = []
     for name, strategy in (("roots", Strategy.OFF), ("trees", Strategy("eagle", _NODES, 1, _NODES))):
-        jobs += [((f"{name} 0", requests), partial(steps.run_step, requests, strategy)),
-                 ((f"{name} {seen}", requests), partial(steps.run_with_context, slots, strategy, seen))]
+        jobs += [((f"{name} 0", requests), _Run(partial(steps.run_step, requests, strategy))),
+                 ((f"{name} {seen}", requests), _Run(partial(steps.run_with_context, slots, strategy, seen)))]
     return jobs
 
 
@@ -177,7 +190,7 @@ def _context_sizes(steps: DummySteps) -> tuple[int, int]:
     return min(_CONTEXT_REQUESTS.get(steps.device.type, 8), steps.max_batch), length - length % steps.page_size
 
 
-def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device: torch.device) -> dict[_Job, float]:
+def _measure(jobs: list[tuple[_Job, _Run]], seconds: float, device: torch.device) -> dict[_Job, float]:
     """Return the milliseconds of each job: the fastest of a few runs. All jobs take turns, so that other load on the machine
     does not hit one job alone. A job's first run is not counted: it compiles, allocates and captures."""
 
@@ -187,24 +200,27 @@ def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device:
 
     in_a_row = _IN_A_ROW if device.type == "cuda" else 1
 
-    def time_of(run: Callable[[], Any]) -> float:
+    def time_of(job: _Run) -> float:
+        if job.before is not None:
+            job.before()
         wait()
         began = time.perf_counter()
         for _ in range(in_a_row):
-            run()
+            job.run()
         wait()
         return (time.perf_counter() - began) / in_a_row
 
     best: dict[_Job, float] = {}
     spent = 0.0
     for done in range(_ROUNDS):
-        for name, run in jobs:
+        for name, job in jobs:
             if spent > seconds / (2 if done == 0 else 1) and len(best) > _MIN_JOBS:
                 break
             if done == 0:
-                run()
-            found = time_of(run)
-            best[name], spent = min(found, best.get(name, found)), spent + (in_a_row + (done == 0)) * found
+                job.run()
+            began = time.perf_counter()
+            found = time_of(job)
+            best[name], spent = min(found, best.get(name, found)), spent + time.perf_counter() - began + (done == 0) * found
         jobs = [job for job in jobs if job[0] in best]
     return {name: 1e3 * found for name, found in best.items()}
 

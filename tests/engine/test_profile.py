@@ -23,6 +23,9 @@ def made(monkeypatch) -> Callable[[tuple[int, ...]], SimpleNamespace]:
     clock = [0.0]
     monkeypatch.setattr("paceline.engine.profile.time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
+    def wait(seconds):
+        clock[0] += seconds
+
     def run_step(num_requests, strategy):
         clock[0] += 5e-4 * -(-num_requests * (1 + strategy.budget) // 128)
 
@@ -32,7 +35,7 @@ def made(monkeypatch) -> Callable[[tuple[int, ...]], SimpleNamespace]:
 
     return lambda tree_sizes: SimpleNamespace(
         max_rows=2048, max_batch=256, max_length=4096, page_size=16, device=torch.device("cpu"), tree_sizes=tree_sizes,
-        has_learned_drafter=False, run_step=run_step, run_with_context=run_with_context,
+        has_learned_drafter=False, wait=wait, run_step=run_step, run_with_context=run_with_context,
         lent_slots=lambda requests, context: nullcontext(list(range(requests))))
 
 
@@ -68,6 +71,33 @@ def test_the_shortest_times_of_three_starts_count_on_a_cpu(made, tmp_path):
     file.write_text(file.read_text()[:-20])
     factor = 1.0
     assert load_or_profile(steps, ["this engine"], 5.0, tmp_path).policy.at(256) == pytest.approx(1.0), "damaged: measured anew"
+
+
+def test_a_further_level_costs_what_it_takes_although_the_first_one_reads_what_is_in_no_cache(made):
+    """Seen on a CPU: the drafter's short job was measured behind a step of the policy, and the deep one behind the short one. A
+    further level seemed to cost nothing, and trees of width 4 as little as chains."""
+    steps, is_cached = made(()), False
+    real = steps.run_step, steps.run_with_context
+
+    def evicting(run):
+        def call(*args):
+            nonlocal is_cached
+            run(*args)
+            is_cached = False
+        return call
+
+    def run_drafter(num_requests, strategy):
+        nonlocal is_cached
+        level = 0.2 + 0.001 * num_requests * strategy.width
+        steps.wait(1e-3 * ((0.3 if is_cached else 1.1) + (strategy.depth - 1) * level))
+        is_cached = True
+
+    steps.run_step, steps.run_with_context = (evicting(run) for run in real)
+    steps.run_drafter, steps.has_learned_drafter = run_drafter, True
+    costs = profile(steps, 5.0)
+    for rows in (1, 4, 16, 256):
+        assert costs.start.at(rows) == pytest.approx(1.1)
+        assert costs.level.at(rows) == pytest.approx(0.2 + 0.001 * rows)
 
 
 def test_context_costs_what_reading_it_takes(made):

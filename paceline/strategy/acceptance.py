@@ -51,14 +51,13 @@ class Acceptance:
         self._limits = np.array(self.shapes).T
         self._is_chain = self._limits[1] == 1
         self._trees, self._nodes, self._accepted = np.zeros((3, len(self.shapes), MAX_NODES))
-        """[S, N] trees that may have an n-th draft token, that have one, and whose n-th draft token was accepted. Of chains: trees
-        that show what follows after n - 1 accepted ones."""
+        """[S, N] trees that may have an n-th draft token, that have one, and whose n-th draft token was accepted. Of chains,
+        only trees that show what follows n - 1 accepted draft tokens count."""
         self.level = 1.0
         """Draft tokens accepted since the last observed trees, as a multiple of what those give."""
         self._evidence, self._seen_at = 0.0, 0
         self.version = 0
         """Number of changes of the counts so far."""
-        self._unit: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
     @property
     def num_observed(self) -> float:
@@ -113,7 +112,7 @@ class Acceptance:
         earlier = float(self.unit()[1][held[largest], budget - 1])
         for sums, new in ((self._trees, known), (self._nodes, shown), (self._accepted, hits)):
             sums[held, :budget] = keep * sums[held, :budget] + new.sum(1)[:, :budget]
-        self.version, self._unit = self.version + 1, None
+        self.version += 1
         after = float(self.unit()[1][held[largest], budget - 1])
         # Trees tell one shape from another: what the level says of all of them remains.
         self.level = self.level * earlier / after if min(earlier, after) > 0.01 else 1.0
@@ -124,11 +123,9 @@ class Acceptance:
     def unit(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[S, N] mean number of draft tokens of a tree that may have up to n (of chains it is n), and mean number of them that
         are accepted at level 1. 0 where nothing is known."""
-        if self._unit is None:
-            accepted = self._accepted / (self._trees + _UNSEEN)
-            accepted[self._is_chain] = np.cumprod(accepted[self._is_chain], 1)
-            self._unit = np.cumsum(self._nodes / np.maximum(self._trees, 1e-9), 1), np.cumsum(accepted, 1)
-        return self._unit
+        accepted = self._accepted / (self._trees + _UNSEEN)
+        accepted[self._is_chain] = np.cumprod(accepted[self._is_chain], 1)
+        return np.cumsum(self._nodes / np.maximum(self._trees, 1e-9), 1), np.cumsum(accepted, 1)
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[S, N] like `unit`, at the level of now."""
@@ -145,5 +142,5 @@ class Acceptance:
         counts = np.array(state["trees"], float)
         if counts.shape == (3, *self._trees.shape):
             self._trees, self._nodes, self._accepted = counts
-            self.version, self._unit = self.version + 1, None
+            self.version += 1
             self.level, self._evidence, self._seen_at = float(state["level"]), float(state["evidence"]), step

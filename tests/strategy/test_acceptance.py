@@ -43,7 +43,7 @@ def test_large_trees_tell_what_smaller_ones_give(name):
 
 def test_what_a_wide_tree_had_no_room_for_is_not_taken_for_rejected():
     """Seen on a CPU: the chain in a wide tree of few draft tokens often ends before it has all of its own. Those that were left
-    out were counted as rejected, and chains looked too short. Where all that is shown is accepted, it is not known what follows."""
+    out were counted as rejected, and chains looked too short."""
     acceptance, place = Acceptance("eagle"), Acceptance("eagle").shapes.index((2, 1, 0.0))
     for is_accepted in (True, False, False, False):
         acceptance.observe(0, DraftOutcomes(Strategy("eagle", 2, 2, 2), 1, np.zeros(2, int), np.array([1, 1]), np.array([1, 2]),

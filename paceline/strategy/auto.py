@@ -365,7 +365,8 @@ class AutoSelector:
     def drafter_replaced(self) -> None:
         """The learned drafter has new weights: what was measured of it is a first guess."""
         self.predictor.acceptance["eagle"].limit_evidence(self._step, ENOUGH / 2)
-        self._history["eagle"].look_at, self._due = self._step, self._step
+        history = self._history["eagle"]
+        history.look_at, history.lost, self._due = self._step, 0.5, self._step  # the old weights' trials say nothing of theirs
 
     # -- what carries over to another run
 

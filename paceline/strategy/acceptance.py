@@ -58,6 +58,7 @@ class Acceptance:
         self._evidence, self._seen_at = 0.0, 0
         self.version = 0
         """Number of changes of the counts so far."""
+        self._unit: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
     @property
     def num_observed(self) -> float:
@@ -112,7 +113,7 @@ class Acceptance:
         earlier = float(self.unit()[1][held[largest], budget - 1])
         for sums, new in ((self._trees, known), (self._nodes, shown), (self._accepted, hits)):
             sums[held, :budget] = keep * sums[held, :budget] + new.sum(1)[:, :budget]
-        self.version += 1
+        self.version, self._unit = self.version + 1, None
         after = float(self.unit()[1][held[largest], budget - 1])
         # Trees tell one shape from another: what the level says of all of them remains.
         self.level = self.level * earlier / after if min(earlier, after) > 0.01 else 1.0
@@ -123,9 +124,11 @@ class Acceptance:
     def unit(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[S, N] mean number of draft tokens of a tree that may have up to n (of chains it is n), and mean number of them that
         are accepted at level 1. 0 where nothing is known."""
-        accepted = self._accepted / (self._trees + _UNSEEN)
-        accepted[self._is_chain] = np.cumprod(accepted[self._is_chain], 1)
-        return np.cumsum(self._nodes / np.maximum(self._trees, 1e-9), 1), np.cumsum(accepted, 1)
+        if self._unit is None:
+            accepted = self._accepted / (self._trees + _UNSEEN)
+            accepted[self._is_chain] = np.cumprod(accepted[self._is_chain], 1)
+            self._unit = np.cumsum(self._nodes / np.maximum(self._trees, 1e-9), 1), np.cumsum(accepted, 1)
+        return self._unit
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[S, N] like `unit`, at the level of now."""
@@ -142,5 +145,5 @@ class Acceptance:
         counts = np.array(state["trees"], float)
         if counts.shape == (3, *self._trees.shape):
             self._trees, self._nodes, self._accepted = counts
-            self.version += 1
+            self.version, self._unit = self.version + 1, None
             self.level, self._evidence, self._seen_at = float(state["level"]), float(state["evidence"]), step

@@ -27,19 +27,22 @@ CONFIDENCE = 1.0
 """Standard errors by which a drafter must be faster than off to be taken up: more is fewer losses by mistake, and later gains."""
 ENOUGH = 10.0
 """Trees that must have been seen before a drafter is judged: more trials of drafters that do not pay, fewer misjudged ones."""
+OFF_EVERY = 64
+"""Steps of speculation, times its gain to the fourth, after which steps without it are measured: how old the comparison may be,
+against the time that these steps take."""
 HOLD = 64
-"""Most steps that a decision holds, and steps after which a drafter that is not in use is tried again, and off is measured again
-where speculation gains little: time of the host and of trials against the delay after which changes are followed."""
-FAR = 1.5
-"""Logarithm of the largest ratio of measured over expected time that is taken for a drafter's own: more believes steps that
-something else has stopped, less is slow to find that a profile is wrong."""
+"""Most steps that a decision holds: host time against the delay after which gradual changes are followed."""
 _GROUP = 4  # steps of one kind that are learned from together: one at a time would take the host longer
+_STOPPED = 1.2  # logarithm: what a step takes beyond so many times the expected time was caused by something else
+_FAR = 1.5  # logarithm of the largest ratio of times that is believed at once
 _OFF = Decision(Strategy.OFF)
 
 
 class _Option(NamedTuple):
     """A strategy that may be chosen."""
 
+    value: float
+    """What options are compared by."""
     speed: float
     """How many times as fast as off it is expected to be."""
     found: Prediction
@@ -67,13 +70,11 @@ class AutoSelector:
         self._off_left, self._checked_at = 2, 0  # steps that are to be measured without speculation, and when it was decided
         self._is_calibrated = False  # whether it is known how fast the machine is now
         self._home: DrafterName = "none"  # drafter that was last chosen because it was sure to pay
-        self._level = 1.0  # the drafter's level of acceptance then
-        self._unit = 0.0  # draft tokens that the decision that holds is expected to have accepted of each request, at level 1
-        self._since = 0.0  # steps without speculation that were gained, or lost, with the decision that holds
+        self._unit, self._level, self._floor, self._since = 0.0, 1.0, 0.0, 0.0
         self._measured_gain = 1.0  # recent mean of how many times as fast as off steps with speculation were
         self._history = {name: DrafterHistory() for name in SHAPES}
         self._steps: list[StepOutcome] = []  # completed steps of one kind that were not learned from yet
-        self._suspended: tuple[list[StepOutcome], StepOutcome | None, list[StepOutcome]] | None = None
+        self._suspended: tuple[list[StepOutcome], DrafterName | None, StepOutcome | None, list[StepOutcome]] | None = None
         """Steps that took so long that off is measured before they are learned from: the machine may be slower."""
         self._at_risk = 0.0  # how many steps without speculation those seem to have lost
         self._off_ms = 1e9  # latest estimate of what such a step takes
@@ -117,25 +118,19 @@ class AutoSelector:
         self._batch, self._since = view.num_running, 0.0
         self._off_ms = self._off_step_ms(view.num_running, view.context)
         drafters = [name for name in SHAPES if name in view.available]
-        cheapest = sorted(drafters, key=lambda name: self._history[name].lost)
-        for drafter in cheapest if view.num_prefill_rows == 0 else ():
-            leaves_half = drafter != cheapest[0] and self.predictor.acceptance[cheapest[0]].evidence(0) < ENOUGH
-            if self._must_look(drafter, view.num_running, leaves_half):
+        for drafter in drafters:
+            if view.num_prefill_rows == 0 and self._must_look(drafter, view.num_running):
                 return self._look(drafter, view.num_running)
         options = [found for drafter in drafters if (found := self._option(drafter, view, view.num_running)) is not None]
-        chosen = max(options, key=lambda option: option.speed, default=_Option(1.0, self.predictor.off(view), False))
-        drafter = chosen.found.strategy.drafter
+        options = sorted(options, key=lambda option: -option.value)
+        chosen = options[0] if options else _Option(1.0, 1.0, self.predictor.off(view), False)
+        second, drafter = options[1].value if len(options) > 1 else 1.0, chosen.found.strategy.drafter
         if chosen.is_trial:
             self._due = self._step + 2
         else:
             self._interval = min(2 * self._interval, HOLD) if drafter == self._home else _GROUP
             self._due, self._home = self._step + self._interval, drafter
-        self.decision = chosen.found.decision(view)
-        if drafter == "none":
-            return self.decision
-        self._level = self.predictor.acceptance[drafter].level
-        self._unit = chosen.found.accepted / self._level
-        return replace(self.decision, observe=True) if chosen.is_trial or self._step >= self._observe_at else self.decision
+        return self._hold(chosen, view, second / (chosen.speed * (1 + SPREAD)))
 
     def _option(self, drafter: DrafterName, view: StepView, requests: int) -> _Option | None:
         """What the drafter promises; None if off is better, or if too much could be lost."""
@@ -147,10 +142,20 @@ class AutoSelector:
         speed, error = self._compare(found, drafter, view, switch)
         is_sure = speed * exp(-CONFIDENCE * error * (not is_kept)) > 1
         side = 1 if self._home == "none" else 0 if is_kept else -1  # what pays is only left for what is surely better
-        worst = max(found.progress / speed - 1, 0.0) + switch
-        if speed * exp(CONFIDENCE * error * side) <= 1 or not self._can_lose(worst, is_sure):
+        bound = speed * exp(CONFIDENCE * error * side)
+        if bound <= 1 or not self._can_lose(max(found.progress / speed - 1, 0.0) + switch, is_sure):
             return None
-        return _Option(speed, found, not is_sure)
+        return _Option(bound, speed, found, not is_sure)
+
+    def _hold(self, option: _Option, view: StepView, worst: float) -> Decision:
+        """Hold a decision. `worst`: share of the expected progress below which something else would be chosen."""
+        chosen, drafter = option.found, option.found.strategy.drafter
+        self.decision = chosen.decision(view)
+        if drafter == "none":
+            return self.decision
+        self._level = self.predictor.acceptance[drafter].level
+        self._unit, self._floor = chosen.accepted / self._level, worst * (1 + chosen.accepted)
+        return replace(self.decision, observe=True) if option.is_trial or self._step >= self._observe_at else self.decision
 
     def _can_lose(self, worst: float, is_sure: bool) -> bool:
         """Whether so many steps may be lost. Half of the credit is for drafters that are sure to pay."""
@@ -162,23 +167,22 @@ class AutoSelector:
         caught_up_ms = self._history[drafter].catch_up_ms * self._missed(drafter) * requests
         return min(caught_up_ms / float(self.costs.off_ms(requests)), CREDIT / 2)
 
-    def _must_look(self, drafter: DrafterName, requests: int, leaves_half: bool) -> bool:
+    def _must_look(self, drafter: DrafterName, requests: int) -> bool:
         """Whether the drafter is not known well enough, or has not been looked at for long, and there is credit to try it. Of the
-        one in use only larger trees tell something. `leaves_half`: a trial may use at most half of the credit, as a cheaper
-        drafter, whose chance it must not use up, is not known well enough."""
-        history, known = self._history[drafter], self.predictor.acceptance[drafter].evidence(0)
-        used, is_due = self.decision.strategy, history.look_at <= self._step
+        one in use only larger trees tell something."""
+        history, known, used = self._history[drafter], self.predictor.acceptance[drafter].evidence(0), self.decision.strategy
+        is_due = history.look_at <= self._step
         if is_due and drafter == used.drafter:
             tree = self.predictor.probe(drafter, requests).strategy
             is_due = tree.depth > used.depth or tree.width > used.width
         is_unknown = known < ENOUGH and history.used_at < self._step - 1  # its last outcome may arrive one step late
-        worst = (1 + leaves_half) * (history.lost + self._switch(drafter, requests))
-        return (is_due or is_unknown) and self._can_lose(worst, False)
+        return (is_due or is_unknown) and self._can_lose(history.lost + self._switch(drafter, requests), False)
 
     def _look(self, drafter: DrafterName, requests: int) -> Decision:
         """Try the drafter in one step, after which it is decided anew."""
         history = self._history[drafter]
-        history.used_at, history.look_at, self._due = self._step, self._step + HOLD, self._step + 1
+        history.used_at, history.look_at = self._step, self._step + history.interval
+        history.interval, self._due = min(2 * history.interval, 2 * HOLD), self._step + 1
         return self.predictor.probe(drafter, requests)
 
     def _compare(self, found: Prediction, drafter: DrafterName, view: StepView, switch: float) -> tuple[float, float]:
@@ -208,8 +212,10 @@ class AutoSelector:
     def _requests_replaced(self, requests: int) -> None:
         """Most requests are new, and so is their text: what was seen of earlier text is a first guess."""
         self._learn()
-        self._num_old, self._new_tokens, self._due = requests, self._tokens, self._step
+        self._num_old, self._new_tokens = requests, self._tokens
         for name, acceptance in self.predictor.acceptance.items():
+            if self._home == "none" or (self._home == name and abs(log(acceptance.level)) > 2 * SPREAD):
+                self._due = self._step
             acceptance.limit_evidence(self._step, ENOUGH)
             acceptance.level = 1.0
             history = self._history[name]
@@ -227,7 +233,8 @@ class AutoSelector:
         self._steps.append(outcome)
         if outcome.decision.strategy.drafter != "none":
             self._at_risk += outcome.ms / self._off_ms - outcome.progress
-        if len(self._steps) >= _GROUP or outcome.drafts is not None or self._at_risk > max(0.5, self.credit / 16):
+        is_enough = len(self._steps) >= (_GROUP if self._interval < HOLD else 2 * _GROUP)
+        if is_enough or outcome.drafts is not None or self._at_risk > max(0.5, self.credit / 16):
             self._learn()
 
     def _learn(self) -> None:
@@ -237,10 +244,12 @@ class AutoSelector:
             return
         if steps[0].decision.strategy.drafter != "none":
             self._follow(steps)
-        self._count(steps, *self._timed(steps, steps[0].decision.strategy.drafter))
+        before = self._last
+        self._count(steps, before, *self._timed(steps, steps[0].decision.strategy.drafter))
 
-    def _count(self, steps: list[StepOutcome], changed: StepOutcome | None, usual: list[StepOutcome]) -> None:
-        """Learn from the times of completed steps, and enter them into the ledger."""
+    def _count(self, steps: list[StepOutcome], before: DrafterName | None, changed: StepOutcome | None,
+               usual: list[StepOutcome]) -> None:
+        """Learn from the times of completed steps, and enter them into the ledger. `before`: drafter of the step before them."""
         drafter, requests, count = steps[0].decision.strategy.drafter, steps[0].num_requests, len(steps)
         progress = sum([each.progress for each in steps])
         own, off = self._time(drafter, requests), self._time("none", requests)
@@ -249,14 +258,16 @@ class AutoSelector:
         if changed is not None and (changed.ms < expected and drafter != "none"):
             usual = [changed, *usual]
             changed = None
-        ms, most = expected, exp(FAR) * expected
+        elif before is None:
+            changed = None  # it may have waited for prompts
+        ms, most = expected, exp(_STOPPED) * expected
         if usual:
             ms = median([each.ms for each in usual if each.ms <= most] or [each.ms for each in usual])
             error = log(ms / expected)
             if drafter == "none" and self._suspended is not None:  # it is the machine
                 self.machine, error = self.machine + error, 0.0
             elif drafter != "none" and self._suspended is None and error > 3 * SPREAD and _GROUP < own.weight < off.num_since:
-                self._suspended = steps, changed, usual
+                self._suspended = steps, before, changed, usual
                 self._off_left, self._checked_at = 3, self._step  # before the drafter is blamed
                 return
             self._measured(drafter, error, len(usual), own)
@@ -299,9 +310,9 @@ class AutoSelector:
     def _measured(self, drafter: DrafterName, error: float, count: int, own: TimeRatio) -> None:
         """Count so many steps that took longer than expected by so much."""
         if not self._is_calibrated and (drafter == "none" or own.weight > 0):  # its ratio is 1, or known from an earlier run
-            self._calibrate(min(max(error, -FAR), FAR))
+            self._calibrate(min(max(error, -_FAR), _FAR))
             error = 0.0
-        most = max(3 * SPREAD, FAR / (1 + own.weight))  # what is believed of times that are far off: the less, the more is known
+        most = max(3 * SPREAD, _FAR / (1 + own.weight))  # what is believed of times that are far off: the less, the more is known
         error = min(max(error, -most), most)
         is_check = drafter == "none" != self.decision.strategy.drafter  # the steps around it tell how fast the machine is
         known = 0.0 if is_check else own.weight / (own.weight + MEMORY / 4)  # what is new of a drafter is not the machine's
@@ -318,14 +329,14 @@ class AutoSelector:
         self._measured_gain += (progress / cost - self._measured_gain) * min(count / MEMORY, 1.0)
         self.credit = min(self.credit + gained + SHARE * count, 3 * CREDIT)
         self._since = min(self._since + gained, 0.0)
-        if self._since < -CREDIT / 2:  # what was expected of the drafter is outdated
+        if self._since < -3:  # what was expected of the drafter is outdated
             self._due, self._interval, self._since = self._step + 1, 2, 0.0
             acceptance = self.predictor.acceptance[drafter]
             acceptance.limit_evidence(self._step, ENOUGH)
             acceptance.level = max(0.7 * acceptance.level, 0.02)
         gain = min(max(self._measured_gain, 1.0), 2.0)
         is_sure = off.weight > 0 and log(gain) > 2 * sqrt(off.variance(self._step))
-        is_old = off.num_since > HOLD * (gain**4 if is_sure else 1 / 4)
+        is_old = off.num_since > OFF_EVERY * (gain**4 if is_sure else 1 / 4)
         if is_old and self._home == drafter and self._step > self._checked_at + 2 * _GROUP:
             self._off_left, self._checked_at = 3, self._step  # the first overlaps with other work
 
@@ -359,14 +370,14 @@ class AutoSelector:
             if acceptance.num_observed < 4 * ENOUGH:
                 self._due = min(self._due, self._step + 1)
             self._observe_at = self._step + int(min(acceptance.num_observed, HOLD))
-        if decision.strategy is self.decision.strategy and abs(log(acceptance.level / self._level)) > 5 * SPREAD:
+        if decision.strategy is self.decision.strategy and (abs(log(acceptance.level / self._level)) > 5 * SPREAD
+                                                           or 1 + self._unit * acceptance.level < self._floor):
             self._due, self._interval, self._level = self._step + 1, 2, acceptance.level  # the text has changed
 
     def drafter_replaced(self) -> None:
         """The learned drafter has new weights: what was measured of it is a first guess."""
         self.predictor.acceptance["eagle"].limit_evidence(self._step, ENOUGH / 2)
-        history = self._history["eagle"]
-        history.look_at, history.lost, self._due = self._step, 0.5, self._step  # the old weights' trials say nothing of theirs
+        self._history["eagle"].look_at, self._due = self._step, self._step
 
     # -- what carries over to another run
 
@@ -382,6 +393,6 @@ class AutoSelector:
         for name, acceptance in self.predictor.acceptance.items():
             acceptance.restore(state["acceptance"][name], self._step)
         for history in self._history.values():
-            history.look_at = self._step + HOLD
+            history.look_at = self._step + history.interval
         self.times, self._latest = times, {drafter: each.log for (drafter, _), each in times.items()}
         self._off_left *= not times

@@ -45,6 +45,8 @@ class DrafterHistory:
     """Number of tokens that each request had then."""
     look_at: int = 0
     """Step from which on it is tried again although it is not expected to pay."""
+    interval: int = int(MEMORY)
+    """Steps between two such trials: twice as many each time."""
     lost: float = 0.5
     """Steps without speculation that the last trial lost; at first, a guess."""
     was_stopped: bool = False

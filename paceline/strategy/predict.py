@@ -102,11 +102,17 @@ class Predictor:
         return Prediction(strategy, count, float(progress[place]), float(ms[place]), accepted)
 
     def _table(self, drafter: DrafterName, requests: int, counts: list[int]) -> _Table:
-        """Return all trees for these numbers of requests, the ones made before unless more has been observed since."""
+        """Return all trees for these numbers of requests. What they cost depends on the numbers alone, but for suffix drafts,
+        whose number depends on the text."""
         known, key = self.acceptance[drafter], (drafter, requests, len(counts))
         table = self._tables.get(key)
-        if table is not None and table.costs is self.costs and table.version == known.version:
-            return table
+        if table is not None and table.costs is self.costs:
+            if table.version == known.version:
+                return table
+            if drafter == "eagle":
+                accepted = known.unit()[1][table.shape, table.budget - 1]
+                self._tables[key] = table = table._replace(accepted=accepted, version=known.version)
+                return table
         depth, width, most = _LIMITS[drafter]
         nodes, accepted = known.unit()
         possible = (most >= _BUDGETS) & (requests + np.array(counts)[:, None, None] * _BUDGETS <= self._max_rows(requests))

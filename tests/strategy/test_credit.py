@@ -98,24 +98,6 @@ def test_a_first_step_that_is_slow_again_counts_in_full():
     assert losses[0] < 6 and losses[1] > 15
 
 
-def test_trials_of_a_dear_drafter_leave_a_cheaper_one_its_chance():
-    """In runs from nothing an untrained learned drafter used up the credit, and the suffix drafter was never tried."""
-    selector = with_off_measured()
-    selector._history["eagle"].lost = 2.0
-
-    def tried() -> set[str]:
-        names = set()
-        for _ in range(6):
-            selector._due = 0
-            names.add(selector.select(StepView(8, 0, ("suffix", "eagle"))).strategy.drafter)
-        return names
-
-    assert tried() == {"suffix", "none"}
-    drafts = World(gpu_costs(), 16, {"suffix": 0.0}).drafts(Strategy("suffix", 8, 2, 16), 16)
-    selector.predictor.acceptance["suffix"].observe(0, drafts)
-    assert "eagle" in tried(), "the cheaper one is known"
-
-
 def test_what_catching_up_costs_is_measured_at_every_return():
     """Seen on a CPU: `auto` left the learned drafter for a few steps again and again, and each time the first step with it took
     half as long again, as it read what it had missed."""

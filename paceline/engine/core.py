@@ -164,7 +164,7 @@ class EngineCore:
         self._guarded(self._process)
 
     @contextmanager
-    def _unrecorded(self, strategy: Strategy) -> Iterator[None]:
+    def unrecorded(self, strategy: Strategy) -> Iterator[None]:
         """Within it steps use this strategy, and selectors and statistics do not learn of them."""
         own, scheduler = (self.planner.control, self._counters), self.scheduler
         counts = scheduler.num_preemptions, scheduler.num_cached_tokens

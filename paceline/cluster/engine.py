@@ -42,7 +42,7 @@ class ClusterEngine:
         """`shape`: the policy's. `is_baseline`: generate with the workers' second engines, which do not speculate."""
         self._is_baseline, self._eos = is_baseline, frozenset(shape.eos_token_ids)
         self.coordinator, self.tokenizer, self._vocab_size = coordinator, tokenizer, shape.vocab_size
-        self.version, self._steps, self._seconds = 0, 0, 0.0
+        self.version, self._seconds = 0, 0.0
         self.drafter_version = 0
         """Version of the policy that the workers' drafter was trained for."""
         self.drafter_mismatch: str | None = None
@@ -91,8 +91,8 @@ class ClusterEngine:
         began = time.perf_counter()
         finished = [replace(rollout, request_id=request) for request, rollout in self.coordinator.step()]
         seconds = time.perf_counter() - began
-        self._steps, self._seconds = self._steps + 1, self._seconds + seconds
-        return StepResult(self._steps, Strategy.OFF, 0, 0, 0, 0, 0, {}, finished, 1e3 * seconds,
+        self._seconds += seconds
+        return StepResult(Strategy.OFF, 0, 0, 0, 0, 0, {}, finished, 1e3 * seconds,
                           paused=self.coordinator.placement.take_turns())
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:

@@ -155,7 +155,7 @@ def test_all_engines_have_the_same_environment():
 
 def one_step(tokens: dict[int, list[int]], finished: int = 0, prefill: int = 0) -> StepResult:
     done = [Rollout(0, 0, [], [], [], "", "length", [])] * finished
-    return StepResult(0, Strategy.OFF, len(tokens), len(tokens), prefill, 0, 0, tokens, done, 1.0)
+    return StepResult(Strategy.OFF, len(tokens), len(tokens), prefill, 0, 0, tokens, done, 1.0)
 
 
 def test_a_window_counts_only_steps_in_which_all_decode():

@@ -52,7 +52,7 @@ class ClusterEngine:
     def scheduler(self) -> _Scheduler:
         return _Scheduler(self.coordinator.max_batch)
 
-    def note(self, figures: WorkerFigures) -> None:
+    def add_figures(self, figures: WorkerFigures) -> None:
         """Take over what a worker reports about its engine."""
         self.drafter_version = max(self.drafter_version, figures.drafter_version)
         self.drafter_mismatch = "a worker's drafter was trained for another policy" if figures.is_mismatched else None
@@ -133,10 +133,10 @@ class ClusterEngine:
     def stats(self) -> EngineStats:
         """Sums over all workers since `reset_stats`. Pages are not reported."""
         sums, table = self.coordinator.sums, self.coordinator.book.table(0.0)
-        running = int((table.worker >= 0).sum())
-        return EngineStats(sums.steps, sums.prompt_tokens, 0, sums.tokens, sums.drafted, sums.accepted, sums.verifications,
-                           sums.preemptions, self._seconds, dict(sums.strategies), running, len(table) - running, 0, 0,
-                           self.version)
+        found, running = sums.counters, int((table.worker >= 0).sum())
+        return EngineStats(found.steps, found.prompt_tokens, 0, found.generated_tokens, found.drafted, found.accepted,
+                           found.verifications, sums.preemptions, self._seconds, dict(found.strategy_steps), running,
+                           len(table) - running, 0, 0, self.version)
 
     def reset_stats(self) -> None:
         self.coordinator.sums, self._seconds = StepSums(), 0.0

@@ -258,18 +258,18 @@ def test_a_member_goes_on_alone_if_the_other_is_gone_before_their_group_is_forme
 
 def test_rounds_begin_when_workers_join_or_leave():
     trainers = Trainers()
-    places = iter("abc")
-    assert trainers.new_rounds(lambda: next(places)) == []
+    rendezvous = iter("abc")
+    assert trainers.new_rounds(lambda: next(rendezvous)) == []
     trainers.add(4)
-    assert trainers.new_rounds(lambda: next(places)) == [(4, TrainingRound(1, (4,), ""))]
+    assert trainers.new_rounds(lambda: next(rendezvous)) == [(4, TrainingRound(1, (4,), ""))]
     trainers.add(2)
     two = TrainingRound(2, (4, 2), "a")
-    assert trainers.new_rounds(lambda: next(places)) == [(4, two), (2, two)]
+    assert trainers.new_rounds(lambda: next(rendezvous)) == [(4, two), (2, two)]
     trainers.remove(4, 2)
     trainers.add(4)
     trainers.remove(4, 2)  # said before it was added again
-    assert trainers.new_rounds(lambda: next(places))[0][1].members == (2, 4)
-    assert trainers.new_rounds(lambda: next(places)) == []
+    assert trainers.new_rounds(lambda: next(rendezvous))[0][1].members == (2, 4)
+    assert trainers.new_rounds(lambda: next(rendezvous)) == []
 
 
 def test_idle_workers_train_together_while_another_generates():
@@ -309,7 +309,8 @@ def test_more_draft_tokens_are_accepted_after_spot_training():
                 states = [RequestState([k + 1, k + 2], each, 0, sample) for sample, each in enumerate(params)]
                 ids += coordinator.submit(states, str(k))
             run(coordinator, ids, rounds=4000)
-            found.append(coordinator.sums.tokens / coordinator.sums.verifications)
+            counters = coordinator.sums.counters
+            found.append(counters.generated_tokens / counters.verifications)
         return found
 
     frozen, trained = accept_lengths(0), accept_lengths(1)

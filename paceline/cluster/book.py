@@ -191,10 +191,6 @@ class RequestBook:
 
     # -- several requests
 
-    def open_requests(self) -> list[int]:
-        """Ids of all unfinished requests."""
-        return (self._first + self._left).tolist()
-
     def on_worker(self, worker: int) -> list[int]:
         """Ids of the unfinished requests that are on a worker or on their way to it."""
         columns = self._columns[:, self._left]

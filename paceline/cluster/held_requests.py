@@ -68,11 +68,6 @@ class HeldRequests:
         """Number of requests that are generated here; those that wait for an environment do not count."""
         return len(self._held) - len(self._paused)
 
-    @property
-    def num_reserved(self) -> int:
-        """Number of requests that there is room for, and that are on their way."""
-        return len(self._reserved)
-
     def use_engine(self, engine: Engine) -> None:
         """Give all requests up, and generate later ones with another engine."""
         for request in list(self._held):

@@ -42,7 +42,7 @@ def check_clean(coordinator) -> None:
         coordinator.step()
     assert len(coordinator.book) == 0
     for worker in coordinator.runtime.workers.values():
-        assert not len(worker.requests) and not worker.requests.num_reserved
+        assert not len(worker.requests) and not worker.requests._reserved
         assert not worker.engine.scheduler.has_work
         worker.engine.scheduler.pages.check_integrity()
         pages = worker.engine.scheduler.pages

@@ -120,7 +120,7 @@ def test_requests_of_a_lost_worker_start_again_under_a_new_number():
     book.assign(first, 0, 1)
     book.assign(second, 1, 1)
     book.set_target(second, 0)
-    assert book.on_worker(0) == [first, second] and third in book.open_requests()
+    assert book.on_worker(0) == [first, second] and book.is_open(third)
     assignment = book.assignment(second)
     assert book.restart(second, lost=0) == 0, "it was only on its way there"
     assert book.worker(second) == book.target(second) == NOWHERE and book.assignment(second) > assignment + 1
@@ -136,7 +136,7 @@ def test_finished_requests_are_forgotten_while_others_go_on(monkeypatch):
     (later,) = book.add([RequestState([1], SamplingParams(), 0, 0)], "b", now=0.0)
     assert len(book._states) == 2 and not book.is_open(first) and book.is_open(third) and later == third + 1
     assert book.worker(third) == 1 and book.assignment(third) == 3 and book.state(third).output_ids == [4, 5]
-    assert book.open_requests() == [third, later] and book.worker(later) == NOWHERE
+    assert len(book) == 2 and book.is_open(later) and book.worker(later) == NOWHERE
 
 
 def test_ids_are_never_used_again():

@@ -105,8 +105,8 @@ class ClusterDrafterTrainer(DrafterTrainer):
         return {**metrics, "drafter/tokens": sums.trained_tokens,
                 "drafter/steps": newest.num_steps, "drafter/longest_micro_batch_s": sums.max_micro_batch_s}
 
-    def _generate_ahead(self, answers_ahead: AnswersAhead, until: float) -> int:
-        drafter = self.coordinator.drafter
+    def _generate_ahead(self, answers_ahead: AnswersAhead, seconds: float) -> int:
+        until, drafter = time.perf_counter() + seconds, self.coordinator.drafter
         drafter.holds_out = False
         tokens = sum(len(rollout.token_ids) for rollout in answers_ahead(lambda: time.perf_counter() >= until))
         drafter.holds_out = True

@@ -142,13 +142,12 @@ class DrafterTrainer:
         trained = self._profile.relative_time(chain_length(TRAINED_ACCEPTANCE, MEASURED_DEPTH), MEASURED_DEPTH)
         self.budget.plan_warm_up(1 - trained)
         if self.answers_ahead is not None and self.budget.warming_up:
-            until = time.perf_counter() + AHEAD_SHARE * self.budget.warm_up_left
-            tokens = self._generate_ahead(self.answers_ahead, until)
+            tokens = self._generate_ahead(self.answers_ahead, AHEAD_SHARE * self.budget.warm_up_left)
             self.budget.on_note(f"for the drafter's warm-up {tokens:,} tokens of answers to later prompts were generated")
 
-    def _generate_ahead(self, answers_ahead: AnswersAhead, until: float) -> int:
-        """Generates answers to later prompts until that time at the latest. Returns the number of their tokens that the drafter
-        can be trained on."""
+    def _generate_ahead(self, answers_ahead: AnswersAhead, seconds: float) -> int:
+        """Generates answers to later prompts for at most so long. Returns the number of their tokens that the drafter can be
+        trained on."""
         raise NotImplementedError
 
 
@@ -299,9 +298,10 @@ class OnlineDrafterTrainer(DrafterTrainer):
         until = time.perf_counter() + seconds  # the trainer may just have been made, which takes long
         return trainer.run(lambda: time.perf_counter() >= until or trainer.progress.tokens >= enough)
 
-    def _generate_ahead(self, answers_ahead: AnswersAhead, until: float) -> int:
+    def _generate_ahead(self, answers_ahead: AnswersAhead, seconds: float) -> int:
         """Ends earlier if the buffer is full."""
-        tokens, self.engine.reports_features = 0, True
+        until, tokens = time.perf_counter() + seconds, 0
+        self.engine.reports_features = True
         try:
             for rollout in answers_ahead(lambda: time.perf_counter() >= until or self.buffer.is_full):
                 record, rollout.features = rollout.features, None

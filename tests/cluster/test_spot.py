@@ -46,12 +46,20 @@ def generate_long(coordinator: Coordinator) -> None:
     run(coordinator, coordinator.submit([RequestState([3, 1, 4], params, 0, 0)], "long"))
 
 
-def test_idle_workers_train_while_others_generate():
+def test_idle_workers_train_while_others_generate_and_the_drafter_reaches_every_worker():
     coordinator = make_training_cluster()
+    policy = [p.clone() for p in coordinator.runtime.workers[0].engine.model.parameters()]
     assert_same(run(coordinator, submit(coordinator)))
     generate_long(coordinator)
     for _ in range(4):
         coordinator.step()
+    check_training_was_recorded(coordinator)
+    check_drafter_reaches_every_worker(coordinator)
+    unchanged = coordinator.runtime.workers[0].engine.model.parameters()
+    assert all(torch.equal(a, b) for a, b in zip(policy, unchanged, strict=True)), "the policy is left alone"
+
+
+def check_training_was_recorded(coordinator: Coordinator) -> None:
     coordinator.timeline.close()
     intervals = [e for e in coordinator.timeline.events if e["event"] == "interval"]
     training = [e for e in intervals if e["state"] == "training"]
@@ -62,11 +70,7 @@ def test_idle_workers_train_while_others_generate():
     assert coordinator.timeline.shares()["training"] > 0
 
 
-def test_the_new_drafter_reaches_every_worker_and_leaves_the_policy_alone():
-    coordinator = make_training_cluster()
-    before = [p.clone() for p in coordinator.runtime.workers[0].engine.model.parameters()]
-    run(coordinator, submit(coordinator))
-    generate_long(coordinator)
+def check_drafter_reaches_every_worker(coordinator: Coordinator) -> None:
     workers = list(coordinator.runtime.workers.values())
     wait_until(lambda: coordinator.step() or
                {worker.drafter_version for worker in workers} == {coordinator.drafter_version} != {-1})
@@ -77,7 +81,6 @@ def test_the_new_drafter_reaches_every_worker_and_leaves_the_policy_alone():
     drafters = [list(worker.engine.eagle.module.parameters()) for worker in workers]
     for other in drafters[1:]:
         assert all(torch.equal(a, b) for a, b in zip(drafters[0], other, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(before, workers[0].engine.model.parameters(), strict=True))
 
 
 def test_training_continues_on_another_worker_after_its_trainer_died():

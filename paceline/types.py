@@ -277,7 +277,6 @@ class StepView:
 class StepResult:
     """Result of one step."""
 
-    step: int
     strategy: Strategy
     num_requests: int
     """Number of requests that got tokens."""
@@ -303,9 +302,9 @@ class StepResult:
     """Turns that ended with this step; their requests wait for `Engine.resume`."""
 
     @classmethod
-    def nothing(cls, step: int, strategy: Strategy) -> StepResult:
+    def nothing(cls, strategy: Strategy) -> StepResult:
         """Return the result of a step that only launched work, or had nothing to do."""
-        return cls(step, strategy, 0, 0, 0, 0, 0, {}, [], 0.0)
+        return cls(strategy, 0, 0, 0, 0, 0, {}, [], 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Install Paceline into a virtual environment and compile its CPU kernels.
 
-    python3 scripts/set_up.py .venv               # what training needs
+    python3 scripts/set_up.py .venv               # what training needs, on several workers too
     python3 scripts/set_up.py .venv --extra dev   # and what the tests need
 
 PyTorch and numba are installed first; the kernels are then compiled while pip installs the other packages. What is being done is
@@ -33,6 +33,8 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Package index of PyTorch's builds without CUDA, which are a tenth of the size."""
 FIRST = ("torch", "numba", "numpy")
 """Dependencies that the compilation of the kernels needs."""
+TRAINING = "cluster"
+"""Optional dependencies that are installed for training: those of several workers, so that they are one setting away."""
 COMPILE = """
 import torch
 from paceline.kernels.cpu.compiler import compile_all
@@ -54,7 +56,7 @@ def main() -> None:
             return
         environment.install([*cpu_index(progress), *first_requirements()], "PyTorch and numba")
         compilation = Compilation(environment.python, progress)
-        environment.install(["--editable", str(ROOT)], "other packages")
+        environment.install(["--editable", f"{ROOT}[{TRAINING}]"], "other packages")
         compilation.wait()
 
 

@@ -93,7 +93,7 @@ def test_without_a_drafter_there_is_nothing_to_say():
 def test_a_tally_keeps_steps_of_a_full_batch_apart():
     tally = StepTally()
     for requests, prefill, ms in ((2, 0, 4.0), (2, 0, 6.0), (2, 9, 99.0), (1, 0, 1.0)):
-        tally(StepResult(0, Strategy.OFF, requests, requests, prefill, 0, 0, {i: [7] for i in range(requests)}, [], ms))
+        tally(StepResult(Strategy.OFF, requests, requests, prefill, 0, 0, {i: [7] for i in range(requests)}, [], ms))
     assert tally.mean_step("off", 2) == Step(2, 2, 2, 5.0) and tally.mean_step("off", 5) is None
     assert (tally.tokens, tally.verifications, tally.most_used()) == (7, 7, "off")
 

@@ -218,7 +218,7 @@ def test_a_long_step_says_how_far_it_is_when_piped(capsys, monkeypatch):
         view.on_step_begin(3)
         for later in (1, 20, 21):
             monkeypatch.setattr(time, "perf_counter", lambda later=later: now + later)
-            view.on_engine_step(StepResult.nothing(1, Strategy.OFF), RolloutProgress(5, 64, stats))
+            view.on_engine_step(StepResult.nothing(Strategy.OFF), RolloutProgress(5, 64, stats))
     assert capsys.readouterr().err == "paceline: step 3: 5 of 64 answers, 100 tokens/s\n"
 
 

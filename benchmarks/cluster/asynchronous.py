@@ -54,7 +54,7 @@ def main() -> None:
         before = json.loads(report.file.read_text(encoding="utf-8"))
         if before["revision"] == report.content["revision"]:
             report.content["variants"] = before["variants"]
-    os.environ["PYTHONPATH"] = str(ROOT)  # for worker processes
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for worker processes
     importable = import_module("benchmarks.cluster.asynchronous")  # workers cannot find what is defined in a script that is run
     with tempfile.TemporaryDirectory() as folder:
         for name in args.variants:

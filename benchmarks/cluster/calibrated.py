@@ -68,7 +68,7 @@ class CalibratedEngine:
         self._waiting: deque[int] = deque()
         self._running: dict[int, _Request] = {}
         self._all: dict[int, _Request] = {}
-        self._steps = self._next_id = 0
+        self._next_id = 0
         pages = SimpleNamespace(num_pages=1 << 20, page_size=PAGE)
         self.scheduler = SimpleNamespace(max_batch=pace.max_batch, max_length=1 << 20, pages=pages, num_preemptions=0)
         self.drafting = SimpleNamespace(learn_text=lambda prompt_ids, token_ids: None)
@@ -93,9 +93,8 @@ class CalibratedEngine:
             tokens[request_id] = [0] * (int(request.generated + 1e-9) - before)
             if request.generated >= request.length - 1e-9:
                 finished.append(self._finish(request_id))
-        self._steps += 1
         strategy = Strategy.OFF if accepted == 1.0 else Strategy.parse("eagle:d4w2v8")
-        return StepResult(self._steps, strategy, count, count, 0, 0, 0, tokens, finished, 1e3 * seconds * self._stretch)
+        return StepResult(strategy, count, count, 0, 0, 0, tokens, finished, 1e3 * seconds * self._stretch)
 
     def _sleep(self, seconds: float) -> None:
         """Sleep to where an ideal engine would be: what the host took, and what it overslept before, is made up for."""

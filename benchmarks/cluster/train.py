@@ -67,7 +67,7 @@ def main() -> None:
     report = Report(args, args.device, variant="-".join(marks),
                     settings={name: str(value) for name, value in vars(args).items() if name not in ("out", "revision")},
                     scenario=args.scenario, workers=args.workers, on_gpu=on_gpu, cores=os.cpu_count(), variants={})
-    os.environ["PYTHONPATH"] = str(ROOT)  # for worker processes
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for worker processes
     importable = import_module("benchmarks.cluster.train")  # workers cannot find what is defined in a script that is run
     with tempfile.TemporaryDirectory() as folder:
         for name in names:

@@ -22,9 +22,9 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 
 import torch
 
-from benchmarks.lib.figures import Goal, print_goals, print_table
+from benchmarks.lib.figures import Goal
 from benchmarks.lib.one_turn import AsMessages, OneTurn
-from benchmarks.lib.result_tables import make_table
+from benchmarks.lib.result_tables import print_result
 from benchmarks.lib.results import Report, add_result_arguments
 from paceline import Engine, RolloutGroup
 from paceline.config import LearnerConfig, OptimizerConfig, RolloutConfig
@@ -60,9 +60,7 @@ def main() -> None:
                 0.02, False)
     report.content["goals"] = [goal.record()]
     report.save()
-    table = make_table(report.content)
-    print_table(table.title, table.columns, table.rows)
-    print_goals([goal])
+    print_result(report.content)
 
 
 def measure(args: argparse.Namespace, engine: Engine, name: str) -> dict[str, Any]:

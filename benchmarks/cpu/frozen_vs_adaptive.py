@@ -47,7 +47,7 @@ from paceline.trainer.rollouts import PromptStream
 from paceline.types import RolloutGroup
 
 _TINY = ["steps=2", "rollout.prompts=2", "rollout.group_size=2", "rollout.max_new_tokens=16", "engine.kv_tokens=4096",
-         "drafter_budget.trial_share=1000"]  # of milliseconds
+         "drafter_budget.trial_share=1000", "drafter_budget.longest_s=0.5"]  # generation takes milliseconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

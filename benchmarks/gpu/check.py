@@ -29,10 +29,9 @@ if not __package__:  # run as a file: the repository's root takes the place of t
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.lib import drafter as trained_drafter
-from benchmarks.lib.figures import print_table
 from benchmarks.lib.gpu_check.parts import MINUTES, GpuCheck
 from benchmarks.lib.gpu_check.verdict import LIMITS, failures
-from benchmarks.lib.result_tables import Table, make_table
+from benchmarks.lib.result_tables import print_result
 from benchmarks.lib.results import RESULTS, SMOKE_RESULTS, Report
 from benchmarks.lib.setup import Setting, make_parser
 from benchmarks.lib.sources import sources_hash
@@ -77,11 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def show(report: Report) -> None:
-    table: Table | None = make_table(report.content)
-    while table is not None:
-        print_table(table.title, table.columns, table.rows)
-        print(table.sentence)
-        table = table.more
+    print_result(report.content)
     for line in report.content["failures"]:
         print(f"FAILED: {line}")
     print("passed" if report.content["passed"] else "not passed", flush=True)

@@ -22,11 +22,11 @@ if not __package__:  # run as a file: the repository's root takes the place of t
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.lib.episodes import Drawn, Outcome, draw_episodes, run_episodes
-from benchmarks.lib.figures import Goal, print_goals, print_table, rotated
+from benchmarks.lib.figures import Goal, rotated
 from benchmarks.lib.models import QWEN_SHAPES
 from benchmarks.lib.prompts import questions
 from benchmarks.lib.queue_parts import POLICY_KV_GB, Prompts
-from benchmarks.lib.result_tables import make_table
+from benchmarks.lib.result_tables import print_result
 from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, Setting, free_memory, freeze_memory, make_parser
 from benchmarks.lib.vllm_gpu import Vllm, add_vllm_arguments
@@ -55,9 +55,7 @@ def main() -> None:
     finally:
         if peer is not None:
             peer.close()
-    table = make_table(report.content)
-    print_table(table.title, table.columns, table.rows)
-    print_goals([Goal(each["what"], each["value"], each["target"], each["at_least"]) for each in report.content["goals"]])
+    print_result(report.content)
 
 
 def parse() -> Any:

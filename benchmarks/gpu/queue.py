@@ -28,7 +28,6 @@ from typing import Any
 if not __package__:  # run as a file: the repository's root takes the place of this folder in the path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmarks.lib.figures import Goal, print_goals, print_table
 from benchmarks.lib.models import QWEN_SHAPES
 from benchmarks.lib.prompts import questions
 from benchmarks.lib.queue_parts import (
@@ -42,7 +41,7 @@ from benchmarks.lib.queue_parts import (
     measure_queues,
 )
 from benchmarks.lib.queue_tables import goals
-from benchmarks.lib.result_tables import Table, make_table
+from benchmarks.lib.result_tables import print_result
 from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, Setting, free_memory, make_parser
 from benchmarks.lib.vllm_gpu import Vllm, add_vllm_arguments
@@ -75,7 +74,7 @@ def main() -> None:
     finally:
         for peer in peers.values():
             peer.close()
-    show(report)
+    print_result(report.content)
 
 
 def parse() -> Any:
@@ -141,15 +140,6 @@ def run_parts(bench: Bench, args: Any, peers: dict[str, Vllm]) -> None:
         else:
             measure_prefill(bench, args.prefill_on, peers.get("prefill"))
         free_memory()
-
-
-def show(report: Report) -> None:
-    table: Table | None = make_table(report.content)
-    while table is not None:
-        print_table(table.title, table.columns, table.rows)
-        print(table.sentence)
-        table = table.more
-    print_goals([Goal(each["what"], each["value"], each["target"], each["at_least"]) for each in report.content["goals"]])
 
 
 if __name__ == "__main__":

@@ -33,10 +33,10 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 
 import torch
 
-from benchmarks.lib.figures import Goal, print_goals, print_table
+from benchmarks.lib.figures import Goal
 from benchmarks.lib.prompts import questions
 from benchmarks.lib.queue_parts import POLICY_KV_GB, Prompts
-from benchmarks.lib.result_tables import make_table
+from benchmarks.lib.result_tables import print_result
 from benchmarks.lib.results import ROOT, Report
 from benchmarks.lib.setup import Budget, Setting, make_parser
 from paceline.models.save import hf_config
@@ -61,9 +61,7 @@ def main() -> None:
         for server in servers.values():
             server.close()
         report.save()
-    table = make_table(report.content)
-    print_table(table.title, table.columns, table.rows)
-    print_goals([Goal(each["what"], each["value"], each["target"], each["at_least"]) for each in report.content["goals"]])
+    print_result(report.content)
 
 
 def parse() -> Any:

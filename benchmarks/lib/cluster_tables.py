@@ -111,21 +111,3 @@ def _fastest_synchronous(content: Content) -> Content:
     """The synchronous variant with the shortest steps; the first variant if none was measured."""
     cells = [cell for name, cell in content["variants"].items() if name.startswith("synchronous")]
     return min(cells or list(content["variants"].values())[:1], key=lambda cell: cell["step_s"])
-
-
-STALENESS_COLUMNS = ("answer lengths", "workers", "updates", "synchronous, s", "staleness 1", "staleness 2", "speculation alone",
-                     "with staleness 1", "with staleness 2")
-
-
-def cluster_staleness(content: Content, _: str) -> Table:
-    gains = [row["plain"]["0"] / row["plain"]["1"] for row in content["cases"]]
-    sentence = (f"Simulated: whole steps without speculation are {range_of(gains)} as fast with staleness 1 as without, by the "
-                "distribution of answer lengths, the number of workers, and where updates are computed.")
-    return Table("Whole steps by staleness and speculation", sentence, STALENESS_COLUMNS, staleness_rows(content))
-
-
-def staleness_rows(content: Content) -> list[tuple[object, ...]]:
-    return [(row["lengths"], row["workers"], row["updates"], f"{row['plain']['0']:.0f}",
-             *(times(row["plain"]["0"] / row[kind][allowed]) for kind, allowed in (
-                 ("plain", "1"), ("plain", "2"), ("speculative", "0"), ("speculative", "1"), ("speculative", "2"))))
-            for row in content["cases"]]

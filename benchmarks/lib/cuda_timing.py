@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-COLD_BYTES = 256 << 20
-"""Data is spread over this many bytes, five times the second-level cache of an H200, before a benchmark reads it again."""
-
 
 def replay_us(calls: list[Callable[[], Any]], at_least: int = 20, replays: int = 12) -> float:
     """Microseconds per call: `at_least` calls or more are captured one after the other, and the median of the replays counts.

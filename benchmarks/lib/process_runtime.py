@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from paceline.cluster.learning import Meeting, WorkerDied
+from paceline.cluster.learning import ProcessGroup, WorkerDied
 from paceline.cluster.messages import Message
 from paceline.cluster.reports import Lost, Report
 from paceline.cluster.worker import Worker
@@ -31,15 +31,15 @@ class ProcessRuntime:
     """Implements `coordinator.Runtime`: a spawned process per worker, with a pipe to this process, which also passes on what
     workers send each other."""
 
-    def __init__(self, num_workers: int, spec: Any, meeting: tuple[str, str] = ("gloo", "cpu")) -> None:
-        """`spec`: makes the workers, with a method `build` as `TrainWorkerSpec` has it. `meeting`: backend and device of the
+    def __init__(self, num_workers: int, spec: Any, group: tuple[str, str] = ("gloo", "cpu")) -> None:
+        """`spec`: makes the workers, with a method `build` as `TrainWorkerSpec` has it. `group`: backend and device of the
         process group in which they train."""
         self.num_workers, self._spec, self._context = num_workers, spec, get_context("spawn")
         self._pipes: dict[int, tuple[Connection, threading.Lock]] = {}
         self.processes: dict[int, Any] = {}
         self._news: SimpleQueue[Report | Lost] = SimpleQueue()
-        self._is_open, self._meeting = True, meeting
-        self._folder, self._places = TemporaryDirectory(prefix="paceline-"), count()
+        self._is_open, self._process_group = True, group
+        self._folder, self._rendezvous_numbers = TemporaryDirectory(prefix="paceline-"), count()
         self._calls: dict[int, tuple[int, Future[Any]]] = {}  # number of a call → worker, and what it returns
         self._numbers = count()
         self._failed_starts = dict.fromkeys(range(num_workers), 0)  # since the last report
@@ -84,11 +84,11 @@ class ProcessRuntime:
         if found is not None:
             found[1].set_exception(WorkerDied(f"worker {worker} has died"))
 
-    def place(self) -> str:
-        return f"{self._folder.name}/{next(self._places)}"
+    def new_rendezvous(self) -> str:
+        return f"{self._folder.name}/{next(self._rendezvous_numbers)}"
 
-    def meeting(self) -> Meeting:
-        return Meeting(self.place(), self.num_workers, *self._meeting)
+    def new_process_group(self) -> ProcessGroup:
+        return ProcessGroup(self.new_rendezvous(), self.num_workers, *self._process_group)
 
     def call(self, method: str, each: Sequence[tuple[Any, ...]]) -> _Calls:
         """Implements `learning.LearnerRuntime`."""

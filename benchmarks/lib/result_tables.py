@@ -6,14 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmarks.lib.cluster_tables import (
-    cluster_asynchronous,
-    cluster_reallocation,
-    cluster_rollout,
-    cluster_staleness,
-    cluster_train,
-)
+from benchmarks.lib.cluster_tables import cluster_asynchronous, cluster_reallocation, cluster_rollout, cluster_train
 from benchmarks.lib.episode_tables import cpu_episodes, gpu_episodes
+from benchmarks.lib.figures import Goal, print_goals, print_table
 from benchmarks.lib.gpu_check.verdict import ratios
 from benchmarks.lib.queue_tables import gpu_queue, gpu_serve
 from benchmarks.lib.rl_tables import gpu_exact_logprobs, gpu_headline, gpu_memory
@@ -28,6 +23,17 @@ def make_table(content: Content) -> Table:
     folder, name = content["benchmark"].split("/")
     render = TABLES.get(content["benchmark"]) or TABLES[name]
     return render(content, folder.upper())
+
+
+def print_result(content: Content) -> None:
+    """Print the tables of a result file with their sentences, and its goals."""
+    table: Table | None = make_table(content)
+    while table is not None:
+        print_table(table.title, table.columns, table.rows)
+        print(table.sentence)
+        table = table.more
+    if "goals" in content:
+        print_goals([Goal(each["what"], each["value"], each["target"], each["at_least"]) for each in content["goals"]])
 
 
 # --- the check of a revision
@@ -266,7 +272,7 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/speculate": speculate, "selection": selection, "cpu/speculation": cpu_speculation,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
     "cluster/rollout": cluster_rollout, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,
-    "cluster/asynchronous": cluster_asynchronous, "cluster/staleness": cluster_staleness,
+    "cluster/asynchronous": cluster_asynchronous,
     "cpu/host_overhead": host_overhead, "cpu/episodes": cpu_episodes, "gpu/episodes": gpu_episodes,
     "cpu/tensor_parallel": cpu_tensor_parallel,
     "gpu/cold_start": cold_start, "gpu/memory": gpu_memory, "gpu/queue": gpu_queue, "gpu/serve": gpu_serve,

@@ -156,7 +156,7 @@ class ClusterBackend(Backend):
         new = self.coordinator.figures.take()
         self._figures += new
         for found in new:
-            self.engine.note(found)
+            self.engine.add_figures(found)
             trace.add_engine_steps(found.trace)
             if monitor is not None:
                 monitor.merge(found.drafter)

@@ -15,8 +15,8 @@ from paceline.engine.migration import RequestState
 from paceline.types import FinishReason
 
 Ints = NDArray[np.int64]
-_COLUMNS = ("worker", "target", "group", "sample", "prompt", "generated", "limit", "epoch", "crashes", "paused")
-_GENERATED, _EPOCH, _PAUSED = _COLUMNS.index("generated"), _COLUMNS.index("epoch"), _COLUMNS.index("paused")
+_COLUMNS = ("worker", "target", "group", "sample", "prompt", "generated", "limit", "assignment", "crashes", "paused")
+_GENERATED, _ASSIGNMENT, _PAUSED = _COLUMNS.index("generated"), _COLUMNS.index("assignment"), _COLUMNS.index("paused")
 _TRIM = 1024
 """Finished requests are forgotten in batches of at least this size."""
 _SUSPECT = 2
@@ -43,7 +43,7 @@ class RequestBook:
         return len(self._left)
 
     def add(self, states: Sequence[RequestState], key: str, now: float) -> list[int]:
-        """Add the answers of one prompt and return their ids. `key`: the prompt, as it is recognized in later epochs."""
+        """Add the answers of one prompt and return their ids. `key`: recognizes the prompt when the run comes to it again."""
         if not len(self) and self._states:
             self._first += len(self._states)
             self._clear()
@@ -125,8 +125,8 @@ class RequestBook:
     def target(self, request: int) -> int:
         return self._get("target", request)
 
-    def epoch(self, request: int) -> int:
-        return self._get("epoch", request)
+    def assignment(self, request: int) -> int:
+        return self._get("assignment", request)
 
     def is_paused(self, request: int) -> bool:
         return bool(self._get("paused", request))
@@ -148,34 +148,37 @@ class RequestBook:
         state.append_reply(token_ids, version)
         self._set(request, paused=0, generated=len(state.output_ids))
 
-    def place(self, request: int, worker: int, epoch: int) -> None:
-        """The request is on a worker now."""
-        self._set(request, worker=worker, target=NOWHERE, epoch=epoch)
+    def assign(self, request: int, worker: int, assignment: int) -> None:
+        """Record that the request is on a worker now."""
+        self._set(request, worker=worker, target=NOWHERE, assignment=assignment)
 
     def set_target(self, request: int, target: int) -> None:
         self._set(request, target=target)
 
     def restart(self, request: int, lost: int) -> int:
-        """The request waits again, with the tokens that are known, because the worker `lost` was lost. Stays that may have begun
-        unnoticed are outdated. Returns how many workers were lost that had the request."""
+        """Return the request to the queue, with the tokens that are known, because the worker `lost` was lost. An assignment that
+        may have begun without a report is outdated. Returns how many workers were lost that had the request."""
         crashes = self._get("crashes", request) + (self.worker(request) == lost)
-        self._set(request, worker=NOWHERE, target=NOWHERE, epoch=self.epoch(request) + 2, crashes=crashes,
+        self._set(request, worker=NOWHERE, target=NOWHERE, assignment=self.assignment(request) + 2, crashes=crashes,
                   generated=len(self.state(request).output_ids))
         return crashes
 
-    def note(self, progress: Progress) -> list[tuple[int, int]]:
-        """Write down how far requests are. Returns number and epoch of each stay that is not the present one."""
+    def update_progress(self, progress: Progress) -> list[tuple[int, int]]:
+        """Record how far requests are. Returns request and assignment of each line that is not about a present assignment."""
         rows = progress.request - self._first
         known = (rows >= 0) & (rows < len(self._states))
         row = np.where(known, rows, 0)
-        current = known & ~self._done[row] & (self._columns[_EPOCH, row] == progress.epoch) if len(self._states) else known
+        current = known
+        if len(self._states):
+            current = known & ~self._done[row] & (self._columns[_ASSIGNMENT, row] == progress.assignment)
         self._columns[_GENERATED, rows[current]] = progress.generated[current]
-        return list(zip(progress.request[~current].tolist(), progress.epoch[~current].tolist(), strict=True))
+        return list(zip(progress.request[~current].tolist(), progress.assignment[~current].tolist(), strict=True))
 
     def extend(self, new: NewTokens) -> None:
-        """Keep new tokens until a request has to start elsewhere. Those of finished requests and earlier stays are dropped."""
-        for i, (request, epoch) in enumerate(zip(new.request.tolist(), new.epoch.tolist(), strict=True)):
-            if self.is_open(request) and self.epoch(request) == epoch:
+        """Keep new tokens until a request has to start elsewhere. Those of finished requests and earlier assignments are
+        dropped."""
+        for i, (request, assignment) in enumerate(zip(new.request.tolist(), new.assignment.tolist(), strict=True)):
+            if self.is_open(request) and self.assignment(request) == assignment:
                 self._new.setdefault(request - self._first, []).append((new, i))
 
     def finish(self, request: int, num_tokens: int) -> None:
@@ -187,10 +190,6 @@ class RequestBook:
         self.lengths.observe(self._get("group", request), num_tokens)
 
     # -- several requests
-
-    def open_requests(self) -> list[int]:
-        """Ids of all unfinished requests."""
-        return (self._first + self._left).tolist()
 
     def on_worker(self, worker: int) -> list[int]:
         """Ids of the unfinished requests that are on a worker or on their way to it."""

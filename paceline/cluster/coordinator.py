@@ -36,9 +36,9 @@ from paceline.cluster.reports import (
     DrafterTrained,
     Finished,
     Lost,
+    MoveRefused,
     Paused,
     Report,
-    Stayed,
     StepSums,
     TrainedDrafter,
     TrainingPreempted,
@@ -118,7 +118,7 @@ class Coordinator:
     # -- what callers use
 
     def submit(self, states: Sequence[RequestState], key: str) -> list[int]:
-        """Queue the answers of one prompt and return their ids. `key`: recognizes the prompt in later epochs."""
+        """Queue the answers of one prompt and return their ids. `key`: recognizes the prompt when the run comes to it again."""
         self._has_changed, ids = True, self.book.add(states, key, self._clock())
         if not self._is_baseline:
             self.drafter.submit(ids)
@@ -274,7 +274,7 @@ class Coordinator:
         config = replace(self.config, max_trainers=0) if self._is_baseline else self.config
         for action in self._decide(view, config):
             self._act(action)
-        for worker, new_round in self._trainers.new_rounds(self.runtime.place):
+        for worker, new_round in self._trainers.new_rounds(self.runtime.new_rendezvous):
             self.runtime.post(worker, StartTraining(new_round, self.drafter.frequent_tokens()), self._drafter)
         for worker, answers in self._texts.items():
             self.runtime.post(worker, LearnText(answers))
@@ -322,14 +322,14 @@ class Coordinator:
                     self.placement.pause(event, w)
                 case Arrived():
                     self.placement.arrive(event, w)
-                case Stayed():
-                    self.placement.stay(event)
+                case MoveRefused():
+                    self.placement.cancel_move(event)
                 case DrafterTrained():
                     self.publish_drafter(event.drafter, w)
                 case TrainingPreempted():
                     self._trainers.remove(w, event.round)
                     self.timeline.record("training preempted", worker=w, wait_s=round(event.wait_s, 6))
-        self.placement.note(report.progress, w)
+        self.placement.update_progress(report.progress, w)
         if report.tokens is not None:
             self.book.extend(report.tokens)
         for figures in report.figures:

@@ -26,15 +26,8 @@ from paceline.models.config import ModelConfig
 from paceline.spot import SpotCheckpoints, SpotConfig, drafter_of
 from paceline.spot.budget import Comparison, TrainingBudget, TrainingBudgetConfig
 from paceline.spot.checkpoint import Snapshot
-from paceline.trainer.drafter import AHEAD_SHARE, GENERATION_WINDOW, MEASURED_DEPTH, DrafterTrainer
-from paceline.trainer.drafter_gain import (
-    TRAINED_ACCEPTANCE,
-    AcceptanceLevel,
-    BatchSteps,
-    RolloutProfile,
-    chain_length,
-    fallen_share,
-)
+from paceline.trainer.drafter import GENERATION_WINDOW, MEASURED_DEPTH, AnswersAhead, DrafterTrainer
+from paceline.trainer.drafter_gain import BatchSteps
 from paceline.types import RolloutGroup
 
 _ANSWER_S = 60.0
@@ -46,9 +39,9 @@ class ClusterDrafterTrainer(DrafterTrainer):
 
     def __init__(self, config: TrainConfig, coordinator: Coordinator, folder: Path) -> None:
         """`folder`: where checkpoints are written."""
-        super().__init__(TrainingBudget(TrainingBudgetConfig(**config.drafter_budget), config.steps))
+        super().__init__(TrainingBudget(TrainingBudgetConfig(**config.drafter_budget), config.steps),
+                         lambda: coordinator.figures.costs)
         self.config, self.coordinator = config, coordinator
-        self._profile, self._level = RolloutProfile(lambda: coordinator.figures.costs), AcceptanceLevel()
         self._generation_s: list[float] = []
         self._is_new = config.drafter == "learned" and coordinator.trained is None
         self._is_untrained = self._is_new  # the drafter in use
@@ -92,13 +85,7 @@ class ClusterDrafterTrainer(DrafterTrainer):
         began, coordinator = time.perf_counter(), self.coordinator
         self._settle()
         idle_s = coordinator.sums.trained_s
-        if self._is_new and coordinator.can_train_drafter:
-            self._is_new = False
-            trained = self._profile.relative_time(chain_length(TRAINED_ACCEPTANCE, MEASURED_DEPTH), MEASURED_DEPTH)
-            self.budget.plan_warm_up(1 - trained)
-            self._generate_ahead()
-        else:
-            self.budget.advance(*fallen_share(self._profile, self._level, MEASURED_DEPTH))
+        self._plan(coordinator.can_train_drafter)
         seconds = self.budget.next_seconds() - (time.perf_counter() - began)
         waited = self._train_on_all(seconds) if seconds > 0 else 0.0
         if not waited:
@@ -118,16 +105,12 @@ class ClusterDrafterTrainer(DrafterTrainer):
         return {**metrics, "drafter/tokens": sums.trained_tokens,
                 "drafter/steps": newest.num_steps, "drafter/longest_micro_batch_s": sums.max_micro_batch_s}
 
-    def _generate_ahead(self) -> None:
-        """If a new drafter is warmed up, has answers to later prompts generated for it, in a share of the warm-up's time."""
-        if self.answers_ahead is None or not self.budget.warming_up:
-            return
-        until, tokens, drafter = time.perf_counter() + AHEAD_SHARE * self.budget.warm_up_left, 0, self.coordinator.drafter
+    def _generate_ahead(self, answers_ahead: AnswersAhead, seconds: float) -> int:
+        until, drafter = time.perf_counter() + seconds, self.coordinator.drafter
         drafter.holds_out = False
-        for rollout in self.answers_ahead(lambda: time.perf_counter() >= until):
-            tokens += len(rollout.token_ids)
+        tokens = sum(len(rollout.token_ids) for rollout in answers_ahead(lambda: time.perf_counter() >= until))
         drafter.holds_out = True
-        self.budget.on_note(f"for the drafter's warm-up {tokens:,} tokens of answers to later prompts were generated")
+        return tokens
 
     def _train_on_all(self, seconds: float) -> float:
         """All workers with answers train together for so many seconds, or until they have seen their answers often enough.

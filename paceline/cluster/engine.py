@@ -42,7 +42,7 @@ class ClusterEngine:
         """`shape`: the policy's. `is_baseline`: generate with the workers' second engines, which do not speculate."""
         self._is_baseline, self._eos = is_baseline, frozenset(shape.eos_token_ids)
         self.coordinator, self.tokenizer, self._vocab_size = coordinator, tokenizer, shape.vocab_size
-        self.version, self._steps, self._seconds = 0, 0, 0.0
+        self.version, self._seconds = 0, 0.0
         self.drafter_version = 0
         """Version of the policy that the workers' drafter was trained for."""
         self.drafter_mismatch: str | None = None
@@ -52,7 +52,7 @@ class ClusterEngine:
     def scheduler(self) -> _Scheduler:
         return _Scheduler(self.coordinator.max_batch)
 
-    def note(self, figures: WorkerFigures) -> None:
+    def add_figures(self, figures: WorkerFigures) -> None:
         """Take over what a worker reports about its engine."""
         self.drafter_version = max(self.drafter_version, figures.drafter_version)
         self.drafter_mismatch = "a worker's drafter was trained for another policy" if figures.is_mismatched else None
@@ -91,8 +91,8 @@ class ClusterEngine:
         began = time.perf_counter()
         finished = [replace(rollout, request_id=request) for request, rollout in self.coordinator.step()]
         seconds = time.perf_counter() - began
-        self._steps, self._seconds = self._steps + 1, self._seconds + seconds
-        return StepResult(self._steps, Strategy.OFF, 0, 0, 0, 0, 0, {}, finished, 1e3 * seconds,
+        self._seconds += seconds
+        return StepResult(Strategy.OFF, 0, 0, 0, 0, 0, {}, finished, 1e3 * seconds,
                           paused=self.coordinator.placement.take_turns())
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -133,10 +133,10 @@ class ClusterEngine:
     def stats(self) -> EngineStats:
         """Sums over all workers since `reset_stats`. Pages are not reported."""
         sums, table = self.coordinator.sums, self.coordinator.book.table(0.0)
-        running = int((table.worker >= 0).sum())
-        return EngineStats(sums.steps, sums.prompt_tokens, 0, sums.tokens, sums.drafted, sums.accepted, sums.verifications,
-                           sums.preemptions, self._seconds, dict(sums.strategies), running, len(table) - running, 0, 0,
-                           self.version)
+        found, running = sums.counters, int((table.worker >= 0).sum())
+        return EngineStats(found.steps, found.prompt_tokens, 0, found.generated_tokens, found.drafted, found.accepted,
+                           found.verifications, sums.preemptions, self._seconds, dict(found.strategy_steps), running,
+                           len(table) - running, 0, 0, self.version)
 
     def reset_stats(self) -> None:
         self.coordinator.sums, self._seconds = StepSums(), 0.0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.cluster.messages import Add, Arrive, Cancel, End, FirstPages, Message, MoveOut, PagesReady, Resume
-from paceline.cluster.reports import Arrived, Event, NewTokens, Paused, Progress, Stayed
+from paceline.cluster.reports import Arrived, Event, MoveRefused, NewTokens, Paused, Progress
 from paceline.engine import Engine
 from paceline.engine.migration import Reservation
 from paceline.types import Rollout
@@ -28,7 +28,7 @@ Send = Callable[[int, Message], None]
 class Held:
     """A request on this worker."""
 
-    epoch: int
+    assignment: int
     local: int
     """Id of the request in this worker's engine."""
     reported: int
@@ -40,7 +40,7 @@ class Held:
 class _Reserved(NamedTuple):
     """Room for a request that is on its way to this worker."""
 
-    epoch: int
+    assignment: int
     pages: Reservation | None
     since: float
 
@@ -48,11 +48,12 @@ class _Reserved(NamedTuple):
 class HeldRequests:
     """Requests by their numbers in the whole cluster."""
 
-    def __init__(self, worker: int, engine: Engine, send: Send, tell: Callable[[Event], None], clock: Callable[[], float],
-                 tell_s: float) -> None:
-        """`send`: to another worker. `tell`: the coordinator of an event. `tell_s`: seconds between two reports of new tokens."""
-        self._worker, self.engine, self._send, self._tell, self._clock = worker, engine, send, tell, clock
-        self._told_at, self._tell_s = clock(), tell_s
+    def __init__(self, worker: int, engine: Engine, send: Send, report: Callable[[Event], None], clock: Callable[[], float],
+                 tokens_interval_s: float) -> None:
+        """`send`: sends a message to another worker. `report`: reports an event to the coordinator. `tokens_interval_s`: seconds
+        between two reports of new tokens."""
+        self._worker, self.engine, self._send, self._report, self._clock = worker, engine, send, report, clock
+        self._tokens_reported_at, self._tokens_interval_s = clock(), tokens_interval_s
         self._held: dict[int, Held] = {}
         self._by_local: dict[int, int] = {}
         self._paused: set[int] = set()
@@ -66,11 +67,6 @@ class HeldRequests:
     def __len__(self) -> int:
         """Number of requests that are generated here; those that wait for an environment do not count."""
         return len(self._held) - len(self._paused)
-
-    @property
-    def num_reserved(self) -> int:
-        """Number of requests that there is room for, and that are on their way."""
-        return len(self._reserved)
 
     def use_engine(self, engine: Engine) -> None:
         """Give all requests up, and generate later ones with another engine."""
@@ -87,38 +83,38 @@ class HeldRequests:
 
     def progress(self) -> Progress:
         """How far the requests are."""
-        held = [(request, each.epoch, self.engine.migration.num_outputs(each.local))
+        held = [(request, each.assignment, self.engine.migration.num_outputs(each.local))
                 for request, each in list(self._held.items())]
         return Progress(*np.array([row for row in held if row[-1] is not None], np.int64).reshape(-1, 3).T)
 
     def new_tokens(self) -> NewTokens | None:
         """Tokens that the coordinator does not know; every few seconds."""
-        if self._clock() - self._told_at < self._tell_s:
+        if self._clock() - self._tokens_reported_at < self._tokens_interval_s:
             return None
-        self._told_at = self._clock()
+        self._tokens_reported_at = self._clock()
         found = []
         for request, held in list(self._held.items()):
             new = self.engine.migration.outputs(held.local, held.reported)
             if new is not None and new[0]:
-                found.append((request, held.epoch, held.reported, new))
+                found.append((request, held.assignment, held.reported, new))
                 held.reported += len(new[0])
         return NewTokens.of(found)
 
-    def _has_newer(self, request: int, epoch: int) -> bool:
-        """Whether the request is here for a later stay than this one, which is outdated then."""
+    def _has_newer(self, request: int, assignment: int) -> bool:
+        """Whether the request is here with this assignment or a later one, so that this one is outdated."""
         held = self._held.get(request)
-        return held is not None and held.epoch >= epoch
+        return held is not None and held.assignment >= assignment
 
     def add(self, message: Add) -> None:
-        """Begin a stay, unless a later one has begun."""
-        if self._has_newer(message.request, message.epoch):
+        """Begin an assignment, unless a later one has begun."""
+        if self._has_newer(message.request, message.assignment):
             return
         local = self.engine.migration.import_request(message.state, self.engine.version)
-        self._hold(message.request, message.epoch, local, len(message.state.output_ids), message.is_held_out)
+        self._hold(message.request, message.assignment, local, len(message.state.output_ids), message.is_held_out)
 
-    def _hold(self, request: int, epoch: int, local: int, reported: int, is_held_out: bool) -> None:
-        self.cancel(Cancel(request, epoch - 1))  # an earlier stay that the coordinator has given up
-        self._held[request] = Held(epoch, local, reported, is_held_out)
+    def _hold(self, request: int, assignment: int, local: int, reported: int, is_held_out: bool) -> None:
+        self.cancel(Cancel(request, assignment - 1))  # an earlier assignment that the coordinator has given up
+        self._held[request] = Held(assignment, local, reported, is_held_out)
         self._by_local[local] = request
         self.on_begin(local, reported)
 
@@ -130,12 +126,12 @@ class HeldRequests:
             self.engine.abort([held.local])
 
     def cancel(self, message: Cancel) -> None:
-        """End a stay, or give up the room for one."""
+        """End an assignment, or free what is reserved for one."""
         held = self._held.get(message.request)
-        if held is not None and held.epoch <= message.epoch:
+        if held is not None and held.assignment <= message.assignment:
             self._drop(message.request)
         reserved = self._reserved.get(message.request)
-        if reserved is not None and reserved.epoch <= message.epoch:
+        if reserved is not None and reserved.assignment <= message.assignment:
             self._release(message.request)
 
     def _release(self, request: int) -> None:
@@ -154,7 +150,7 @@ class HeldRequests:
         outputs = self.engine.migration.outputs(local, start)
         assert outputs is not None, "it has not ended"
         self._paused.add(request)
-        self._tell(Paused(request, held.epoch, start, outputs, reason))
+        self._report(Paused(request, held.assignment, start, outputs, reason))
 
     def resume(self, message: Resume) -> None:
         """Continue a paused request. A reply that comes twice, or whose request has left, changes nothing."""
@@ -192,56 +188,56 @@ class HeldRequests:
     def offer(self, message: MoveOut) -> None:
         """Send the full pages of a request, which goes on, to the worker that it is moved to."""
         held = self._held.get(message.request)
-        if held is None or held.epoch >= message.epoch:
+        if held is None or held.assignment >= message.assignment:
             return  # it has ended
         pages = self.engine.migration.export_pages(held.local, message.shares_gpu)
-        self._send(message.target, FirstPages(message.request, message.epoch, self._worker, self.policy_version, pages,
+        self._send(message.target, FirstPages(message.request, message.assignment, self._worker, self.policy_version, pages,
                                               message.shares_gpu))
 
     def reserve(self, message: FirstPages) -> None:
         """Keep room for a request and store its first pages, or refuse it."""
         before = self._reserved.get(message.request)
-        accepted = (message.policy_version == self.policy_version and not self._has_newer(message.request, message.epoch)
-                    and (before is None or before.epoch <= message.epoch))
+        accepted = (message.policy_version == self.policy_version and not self._has_newer(message.request, message.assignment)
+                    and (before is None or before.assignment <= message.assignment))
         if accepted and before is not None:
-            self._release(message.request)  # for a stay that is outdated now
+            self._release(message.request)  # for an assignment that is outdated now
         reservation = None
         if accepted and message.pages is not None:
             reservation = self.engine.migration.reserve(message.pages)
             accepted = reservation is not None
         if accepted:
-            self.cancel(Cancel(message.request, message.epoch - 1))
-            self._reserved[message.request] = _Reserved(message.epoch, reservation, self._clock())
+            self.cancel(Cancel(message.request, message.assignment - 1))
+            self._reserved[message.request] = _Reserved(message.assignment, reservation, self._clock())
         num_tokens = 0 if reservation is None else reservation.num_tokens
-        self._send(message.source, PagesReady(message.request, message.epoch, self._worker, message.policy_version, num_tokens,
-                                              accepted, message.shares_gpu))
+        self._send(message.source, PagesReady(message.request, message.assignment, self._worker, message.policy_version,
+                                              num_tokens, accepted, message.shares_gpu))
 
     def follow(self, message: PagesReady) -> None:
         """Send the request itself to where there is room for it; it ends here."""
         held = self._held.get(message.request)
-        if held is None or held.epoch >= message.epoch:
-            self._send(message.target, Cancel(message.request, message.epoch))  # it has ended meanwhile
+        if held is None or held.assignment >= message.assignment:
+            self._send(message.target, Cancel(message.request, message.assignment))  # it has ended meanwhile
             return
         if message.accepted and message.policy_version != self.policy_version:
-            self._send(message.target, Cancel(message.request, message.epoch))  # what it has sent is of older weights
+            self._send(message.target, Cancel(message.request, message.assignment))  # what it has sent is of older weights
         if not message.accepted or message.policy_version != self.policy_version:
-            self._tell(Stayed(message.request, message.epoch))
+            self._report(MoveRefused(message.request, message.assignment))
             return
         state = self.engine.migration.export_request(held.local, self.engine.version, message.num_tokens, message.shares_gpu)
         if state is None:
-            self._send(message.target, Cancel(message.request, message.epoch))
+            self._send(message.target, Cancel(message.request, message.assignment))
             return
         self._paused.discard(message.request)
         del self._held[message.request], self._by_local[held.local]
-        self._send(message.target, Arrive(message.request, message.epoch, state, self._clock(), held.is_held_out))
+        self._send(message.target, Arrive(message.request, message.assignment, state, self._clock(), held.is_held_out))
 
     def arrive(self, message: Arrive) -> None:
-        """The request continues here, unless this worker has it for a later stay. If the worker lacks the request's weights, as
-        they are on their way or it was started again, it waits for them. If the coordinator has given this stay up, it cancels it
-        when it hears of it."""
+        """The request continues here, unless this worker has a later assignment of it. If the worker lacks the request's weights,
+        as they are on their way or it was started again, it waits for them. If the coordinator has given this assignment up, it
+        cancels it when it hears of it."""
         reserved, state = self._reserved.get(message.request), message.state
-        expected = reserved is not None and reserved.epoch == message.epoch
-        if self._has_newer(message.request, message.epoch):
+        expected = reserved is not None and reserved.assignment == message.assignment
+        if self._has_newer(message.request, message.assignment):
             if expected:
                 self._release(message.request)
             return
@@ -252,8 +248,8 @@ class HeldRequests:
         if not expected:
             state.kv = None  # the pages that came before are gone
         local = self.engine.migration.import_request(state, self.engine.version, pages)
-        self._hold(message.request, message.epoch, local, len(state.output_ids), message.is_held_out)
+        self._hold(message.request, message.assignment, local, len(state.output_ids), message.is_held_out)
         prefilled = not self.engine.migration.is_running(local)
-        self._tell(Arrived(message.request, message.epoch, self._clock() - message.sent_at, prefilled))
+        self._report(Arrived(message.request, message.assignment, self._clock() - message.sent_at, prefilled))
         if state.paused is not None:
             self.pause(local)

@@ -51,10 +51,10 @@ class WorkerDied(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the ranks of a process group find each other."""
+class ProcessGroup:
+    """How all ranks of the policy's training form a process group."""
 
-    place: str
+    rendezvous: str
     """As `rendezvous.open_store` takes it."""
     size: int
     backend: str
@@ -66,7 +66,7 @@ class Meeting:
         """Form the process group; all ranks must call this. An earlier group of this process is left."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        store = open_store(self.place, self.size)
+        store = open_store(self.rendezvous, self.size)
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=self.size)
         # A mesh makes a group of its own where the default one is gloo's and there is a GPU: of NCCL in some versions of torch,
         # which refuses ranks that share a GPU.
@@ -85,11 +85,11 @@ class RankLearner:
         self._learner: Learner | None = None
         self._tokenizer: Any = None
 
-    def start(self, meeting: Meeting, checkpoint: Path | None, shard: ShardState | None) -> None:
+    def start(self, group: ProcessGroup, checkpoint: Path | None, shard: ShardState | None) -> None:
         """Build this rank from its shard of the training's present state, or from a checkpoint, or from the model that the run
         starts with. All ranks must call this."""
         self._learner = None  # its memory is needed
-        ranks = Ranks(meeting.join(self._rank))
+        ranks = Ranks(group.join(self._rank))
         self._learner, self._tokenizer = make_learner(self._config, None if shard is not None else checkpoint, ranks)
         if shard is not None:
             load_shard(self._learner, shard)
@@ -139,8 +139,8 @@ class LearnerRuntime(Runtime, Protocol):
     def call(self, method: str, each: Sequence[tuple[Any, ...]]) -> LearnerCalls:
         """Call a method of every worker's learner between two of its steps, each with arguments of its own."""
 
-    def meeting(self) -> Meeting:
-        """A new place for all workers to meet."""
+    def new_process_group(self) -> ProcessGroup:
+        """A new process group of all workers, which they have not formed yet."""
 
 
 class ShardedLearner:
@@ -223,9 +223,9 @@ class ShardedLearner:
     def _form(self) -> None:
         """Form the ranks from the newest shards."""
         self._coordinator.wait_for_all()
-        formed_at, meeting = self._coordinator.num_lost, self._runtime.meeting()
+        formed_at, group = self._coordinator.num_lost, self._runtime.new_process_group()
         shards = self._shards or [None] * self._coordinator.num_workers
-        self._run("start", [(meeting, self._checkpoint, shard) for shard in shards])
+        self._run("start", [(group, self._checkpoint, shard) for shard in shards])
         self._formed_at = formed_at
 
     def _run(self, method: str, each: Sequence[tuple[Any, ...]]) -> list[tuple[Any, Any]]:

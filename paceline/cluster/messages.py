@@ -1,7 +1,7 @@
 """What the coordinator sends to the workers, and these to each other. Plain data, which any runtime can carry.
 
-Every stay of a request on a worker has a number, its epoch. A request that is moved, or that starts again after its worker died,
-has a larger epoch than before, so that a late message about an earlier stay is recognized.
+The assignments of a request to workers are numbered. A request that is moved, or that starts again after its worker died, has a
+larger number than before, so that a late message about an earlier assignment is recognized.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Add:
     """Generate a request."""
 
     request: int
-    epoch: int
+    assignment: int
     state: RequestState
     is_held_out: bool = False
     """Whether what training the drafter gained is measured on the answer, before it is trained on."""
@@ -29,20 +29,20 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class MoveOut:
-    """Send a request to another worker. Its stay there has the number `epoch`. `shares_gpu`: both workers are on the same GPU."""
+    """Send a request to another worker. `assignment`: its number there. `shares_gpu`: both workers are on the same GPU."""
 
     request: int
-    epoch: int
+    assignment: int
     target: int
     shares_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Drop a request, or the room that is reserved for it, if its stay is not newer than `epoch`."""
+    """Drop a request, or the room that is reserved for it, unless its assignment is newer than this one."""
 
     request: int
-    epoch: int
+    assignment: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class FirstPages:
     """Stage one of a migration: the full pages of a request that keeps generating on `source`. None: it has none yet."""
 
     request: int
-    epoch: int
+    assignment: int
     source: int
     policy_version: int
     """The target must have the same version: a worker that was just started may not have its weights yet."""
@@ -157,7 +157,7 @@ class PagesReady:
     """Answer to `FirstPages`: the pages are stored, and the request may follow; or there is no room."""
 
     request: int
-    epoch: int
+    assignment: int
     target: int
     policy_version: int
     """As in `FirstPages`: pages of older weights do not fit to what follows them."""
@@ -171,7 +171,7 @@ class Arrive:
     """Stage two of a migration: the request itself."""
 
     request: int
-    epoch: int
+    assignment: int
     state: RequestState
     sent_at: float
     """Time of the source when the request stopped there."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from paceline.cluster.book import RequestBook
 from paceline.cluster.messages import Add, Cancel, End, MoveOut, Resume
-from paceline.cluster.reports import Arrived, Finished, Paused, Progress, Stayed
+from paceline.cluster.reports import Arrived, Finished, MoveRefused, Paused, Progress
 from paceline.cluster.runtime import Runtime
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.types import NOWHERE
@@ -20,7 +20,8 @@ _MAX_CRASHES = 5
 
 
 class RequestPlacement:
-    """Which worker has which request. Messages about a stay that has ended, or that was given up, change nothing."""
+    """Which worker has which request. Messages about an assignment that has ended, or that was given up, change
+    nothing."""
 
     def __init__(self, runtime: Runtime, book: RequestBook, timeline: Timeline) -> None:
         self._runtime, self._book, self._timeline = runtime, book, timeline
@@ -46,7 +47,7 @@ class RequestPlacement:
     def pause(self, event: Paused, worker: int) -> None:
         """A turn has ended. A worker to which the request has moved as it was paused may have missed the reply."""
         request = event.request
-        if not self._book.is_open(request) or self._book.epoch(request) != event.epoch:
+        if not self._book.is_open(request) or self._book.assignment(request) != event.assignment:
             return
         if self._book.pause(request, event.start, event.outputs, event.reason):
             self._turns.append(Turn(request, list(event.outputs[0]), event.reason))
@@ -88,14 +89,15 @@ class RequestPlacement:
     def assign(self, requests: Sequence[int], worker: int, held_out: Collection[int]) -> None:
         """Put waiting requests on a worker. `held_out`: those whose answers the drafter is measured on."""
         for request in requests:
-            self._book.place(request, worker, self._book.epoch(request) + 1)
-            self._runtime.post(worker, Add(request, self._book.epoch(request), self._book.state(request), request in held_out))
+            assignment = self._book.assignment(request) + 1
+            self._book.assign(request, worker, assignment)
+            self._runtime.post(worker, Add(request, assignment, self._book.state(request), request in held_out))
 
     def migrate(self, request: int, source: int, target: int) -> None:
         """Have a worker send a request to another one."""
         self._book.set_target(request, target)
         shares_gpu = self.gpus[source] != "" and self.gpus[source] == self.gpus[target]
-        self._runtime.post(source, MoveOut(request, self._book.epoch(request) + 1, target, shares_gpu))
+        self._runtime.post(source, MoveOut(request, self._book.assignment(request) + 1, target, shares_gpu))
 
     def cancel(self, request: int) -> None:
         """Give a request up, wherever it is."""
@@ -117,7 +119,7 @@ class RequestPlacement:
         tokens."""
         if not self._book.is_open(event.request):
             return False
-        if self._book.epoch(event.request) != event.epoch or self._book.target(event.request) >= 0:
+        if self._book.assignment(event.request) != event.assignment or self._book.target(event.request) >= 0:
             self._cancel_everywhere(event.request)
         self._book.finish(event.request, len(event.rollout.token_ids))
         self._finished.append((event.request, event.rollout))
@@ -125,28 +127,30 @@ class RequestPlacement:
 
     def arrive(self, event: Arrived, worker: int) -> None:
         """A request that was moved is on its new worker."""
-        if not self._is_moving(event.request, event.epoch):
-            self._runtime.post(worker, Cancel(event.request, event.epoch))
+        if not self._is_moving(event.request, event.assignment):
+            self._runtime.post(worker, Cancel(event.request, event.assignment))
             return
         self._timeline.record("migrated", worker=worker, source=self._book.worker(event.request), request=event.request,
                               pause_s=round(event.pause_s, 6), prefilled=event.prefilled)
         self.move_pause_s += 0.1 * (event.pause_s - self.move_pause_s)
-        self._book.place(event.request, worker, event.epoch)
+        self._book.assign(event.request, worker, event.assignment)
 
-    def stay(self, event: Stayed) -> None:
+    def cancel_move(self, event: MoveRefused) -> None:
         """A request was not moved, because its target had no room."""
-        if self._is_moving(event.request, event.epoch):
+        if self._is_moving(event.request, event.assignment):
             self._book.set_target(event.request, NOWHERE)
 
-    def note(self, progress: Progress, worker: int) -> None:
-        """Write down how far a worker's requests are. What it should not have is cancelled there."""
-        for request, epoch in self._book.note(progress):
-            if not self._is_moving(request, epoch):
-                self._runtime.post(worker, Cancel(request, epoch))  # it runs elsewhere, or is finished
+    def update_progress(self, progress: Progress, worker: int) -> None:
+        """Record how far a worker's requests are, and cancel there what it should not have."""
+        for request, assignment in self._book.update_progress(progress):
+            if not self._is_moving(request, assignment):
+                self._runtime.post(worker, Cancel(request, assignment))  # it runs elsewhere, or is finished
 
-    def _is_moving(self, request: int, epoch: int) -> bool:
-        """Whether a stay is the one that the request's present move leads to."""
-        return self._book.is_open(request) and self._book.target(request) >= 0 and epoch == self._book.epoch(request) + 1
+    def _is_moving(self, request: int, assignment: int) -> bool:
+        """Whether this assignment is the one that the request's present move leads to."""
+        if not self._book.is_open(request) or self._book.target(request) < 0:
+            return False
+        return assignment == self._book.assignment(request) + 1
 
     def _give_up(self, request: int) -> None:
         """End a request that kills whichever worker it is on; the others go on."""
@@ -157,6 +161,6 @@ class RequestPlacement:
         self._finished.append((request, state.rollout(request, "crash", error=error)))
 
     def _cancel_everywhere(self, request: int) -> None:
-        """Whatever stay of a request there is or is about to begin, it ends."""
+        """End all assignments of a request, present ones and those about to begin."""
         for worker in {self._book.worker(request), self._book.target(request)} - {NOWHERE}:
-            self._runtime.post(worker, Cancel(request, self._book.epoch(request) + 1))
+            self._runtime.post(worker, Cancel(request, self._book.assignment(request) + 1))

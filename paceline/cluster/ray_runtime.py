@@ -17,7 +17,7 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.cluster.learning import Meeting, WorkerDied
+from paceline.cluster.learning import ProcessGroup, WorkerDied
 from paceline.cluster.messages import Message
 from paceline.cluster.ray_actor import COORDINATOR, MAX_LINE, CannotStart, WorkerActor, WorkerSpec, plain
 from paceline.cluster.ray_session import RaySession
@@ -47,7 +47,7 @@ class RayRuntime:
         """`address`: None starts Ray on this machine, on the loopback interface, unless it is already running; "auto" joins the
         cluster that this machine belongs to. `num_cpus`, `num_gpus`: what Ray reserves for each worker."""
         self.num_workers, self._spec = num_workers, spec
-        self._places, self._starts = count(), count()
+        self._rendezvous_numbers, self._starts = count(), count()
         self._store: Any = None
         self._group: PlacementGroup | None = None
         self._options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0}
@@ -133,19 +133,19 @@ class RayRuntime:
         self._check()
         return _Calls({worker: (actor, actor.learn.remote(method, *each[worker])) for worker, actor in self._actors.items()})
 
-    def place(self) -> str:
-        """A new place for workers to meet: a file if they are all on this machine."""
-        number = next(self._places)
+    def new_rendezvous(self) -> str:
+        """A new rendezvous for workers: a file if they are all on this machine."""
+        number = next(self._rendezvous_numbers)
         if self._session.is_local:
             return f"{self._session.folder}/{number}"
         if self._store is None:
             self._store = serve_store(ray.util.get_node_ip_address())
         return f"{self._store.host}:{self._store.port}/{number}"
 
-    def meeting(self) -> Meeting:
-        """A new meeting of all workers."""
+    def new_process_group(self) -> ProcessGroup:
+        """A new process group of all workers."""
         gpus = self._options["num_gpus"]
-        return Meeting(self.place(), self.num_workers, "nccl" if gpus >= 1 else "gloo", "cuda" if gpus else "cpu")
+        return ProcessGroup(self.new_rendezvous(), self.num_workers, "nccl" if gpus >= 1 else "gloo", "cuda" if gpus else "cpu")
 
     def pids(self) -> dict[int, int]:
         """Process ids of the workers."""

@@ -1,7 +1,7 @@
-"""Where workers meet to form process groups of torch.distributed.
+"""The rendezvous of workers that form a process group of torch.distributed.
 
-A place is a file, if all workers are on one machine: then they need no port for it, and talk over the loopback interface only. Or
-it is HOST:PORT/PREFIX of a store that the driver serves.
+It is the path of a file, if all workers are on one machine: then they need no port for it, and talk over the loopback interface
+only. Or it is HOST:PORT/PREFIX of a store that the driver serves.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import socket
 import torch.distributed as dist
 
 
-def open_store(place: str, size: int) -> dist.Store:
-    """The key-value store of a place, for a group of so many processes."""
-    if not place.startswith("/"):
-        address, prefix = place.split("/", 1)
+def open_store(rendezvous: str, size: int) -> dist.Store:
+    """The key-value store of a rendezvous, for a group of so many processes."""
+    if not rendezvous.startswith("/"):
+        address, prefix = rendezvous.split("/", 1)
         host, port = address.rsplit(":", 1)
         return dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False))
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
-    return dist.FileStore(place, size)
+    return dist.FileStore(rendezvous, size)
 
 
 def serve_store(host: str) -> dist.TCPStore:

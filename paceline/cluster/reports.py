@@ -1,4 +1,4 @@
-"""What workers report to the coordinator. Plain data, which any runtime can carry; epochs are those of `messages.py`."""
+"""What workers report to the coordinator. Plain data, which any runtime can carry; assignments are those of `messages.py`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from paceline.cluster.figures import WorkerFigures
 from paceline.cluster.types import WorkerState
 from paceline.drafters.fingerprint import PolicyFingerprint
+from paceline.engine.stats import Counters
 from paceline.spot.budget import Comparison
 from paceline.types import FinishReason, Rollout
 
@@ -48,7 +49,7 @@ class Progress:
     """How far a worker's requests are, one array [N] per column: at thousands of requests objects would be too slow."""
 
     request: Ints
-    epoch: Ints
+    assignment: Ints
     generated: Ints
     """Number of tokens of the answer."""
 
@@ -58,7 +59,7 @@ class NewTokens:
     """New tokens of a worker's requests: one array [N] per column, and the tokens of all requests one after the other."""
 
     request: Ints
-    epoch: Ints
+    assignment: Ints
     start: Ints
     """Position in the answer of the request's first token in here."""
     count: Ints
@@ -72,12 +73,12 @@ class NewTokens:
 
     @classmethod
     def of(cls, found: Sequence[tuple[int, int, int, Outputs]]) -> NewTokens:
-        """From the requests' numbers, epochs, starts, and outputs (`Migration.outputs`)."""
+        """From the requests' numbers, assignments, starts, and outputs (`Migration.outputs`)."""
         outputs = [each for *_, each in found]
-        request, epoch, start, count, raw_count = np.array(
-            [(*stay, len(each[0]), len(each[2])) for *stay, each in found], np.int64).reshape(-1, 5).T
+        request, assignment, start, count, raw_count = np.array(
+            [(*numbers, len(each[0]), len(each[2])) for *numbers, each in found], np.int64).reshape(-1, 5).T
         ids, logprobs, raw, versions = ([value for each in outputs for value in each[kind]] for kind in range(4))  # type: ignore[attr-defined]
-        return cls(request, epoch, start, count, raw_count, np.array(ids, np.int64), np.array(logprobs), np.array(raw),
+        return cls(request, assignment, start, count, raw_count, np.array(ids, np.int64), np.array(logprobs), np.array(raw),
                    np.array(versions, np.int64))
 
     def outputs(self) -> list[Outputs]:
@@ -93,7 +94,7 @@ class Finished:
     """A request has ended."""
 
     request: int
-    epoch: int
+    assignment: int
     rollout: Rollout
 
 
@@ -102,7 +103,7 @@ class Paused:
     """A turn has ended, and the request waits for a `Resume` or `End`. Also reported of one that has moved here meanwhile."""
 
     request: int
-    epoch: int
+    assignment: int
     start: int
     """Position in the answer of the turn's first token."""
     outputs: Outputs
@@ -115,18 +116,18 @@ class Arrived:
     """A request that was moved continues here. `pause_s`: time between its last step there and its first here."""
 
     request: int
-    epoch: int
+    assignment: int
     pause_s: float
     prefilled: bool
     """Whether its pages found no room, so that it has to be prefilled."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stayed:
-    """A request was not moved: the target had no room. `epoch`: that of the stay that did not begin."""
+class MoveRefused:
+    """A request was not moved: the target had no room. `assignment`: the one that did not begin."""
 
     request: int
-    epoch: int
+    assignment: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,22 +160,15 @@ class TrainingFailed:
     reason: str
 
 
-Event = Finished | Paused | Arrived | Stayed | DrafterTrained | TrainingPreempted | DrafterMeasured | TrainingFailed
+Event = Finished | Paused | Arrived | MoveRefused | DrafterTrained | TrainingPreempted | DrafterMeasured | TrainingFailed
 
 
 @dataclass(slots=True)
 class StepSums:
     """Sums over the engine steps since the last report."""
 
-    steps: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    verifications: int = 0
+    counters: Counters = field(default_factory=Counters)
     preemptions: int = 0
-    strategies: dict[str, int] = field(default_factory=dict)
-    """Number of steps by strategy."""
     pace: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Decode steps without prefill: batch size → tokens and request-seconds."""
     trained_s: float = 0.0
@@ -186,12 +180,11 @@ class StepSums:
 
     def add(self, new: StepSums) -> None:
         """Add everything but `pace`, which is learned from report by report."""
-        for name in ("steps", "tokens", "prompt_tokens", "drafted", "accepted", "verifications", "preemptions", "trained_s",
-                     "trained_tokens"):
-            setattr(self, name, getattr(self, name) + getattr(new, name))
+        self.counters.add(new.counters)
+        self.preemptions += new.preemptions
+        self.trained_s += new.trained_s
+        self.trained_tokens += new.trained_tokens
         self.max_micro_batch_s = max(self.max_micro_batch_s, new.max_micro_batch_s)
-        for strategy, steps in new.strategies.items():
-            self.strategies[strategy] = self.strategies.get(strategy, 0) + steps
 
 
 @dataclass(frozen=True, slots=True)

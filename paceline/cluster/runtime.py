@@ -19,8 +19,8 @@ class Runtime(Protocol):
     def has_room(self) -> bool:
         """Whether there is a node with room for every worker, those that are lost included."""
 
-    def place(self) -> str:
-        """A new place where workers can meet, as `rendezvous.open_store` takes it."""
+    def new_rendezvous(self) -> str:
+        """A new rendezvous for workers, as `rendezvous.open_store` takes it."""
 
     def put(self, value: Any) -> Any:
         """Store a value that is sent to several workers, and return what `post` takes as its payload."""

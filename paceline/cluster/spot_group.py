@@ -31,8 +31,8 @@ class TrainingRound:
     number: int
     members: tuple[int, ...]
     """Workers; the first one's state is where all continue."""
-    place: str
-    """Where they meet."""
+    rendezvous: str
+    """Of their process group, as `open_store` takes it; empty for one worker alone."""
 
 
 class Trainers:
@@ -58,13 +58,14 @@ class Trainers:
         members, self._since, self._has_changed = list(self._since), {}, False
         return members
 
-    def new_rounds(self, place: Callable[[], str]) -> list[tuple[int, TrainingRound]]:
-        """If workers have joined or left: the new round for each of them. `place` is asked for where they meet."""
+    def new_rounds(self, new_rendezvous: Callable[[], str]) -> list[tuple[int, TrainingRound]]:
+        """If workers have joined or left: the new round for each of them. `new_rendezvous`: makes one for
+        several members."""
         if not self._has_changed:
             return []
         self._has_changed, self._number = False, self._number + 1
         members = tuple(self._since)
-        found = TrainingRound(self._number, members, place() if len(members) > 1 else "")
+        found = TrainingRound(self._number, members, new_rendezvous() if len(members) > 1 else "")
         return [(worker, found) for worker in members]
 
 
@@ -73,7 +74,7 @@ class SpotGroup:
 
     def __init__(self, training: TrainingRound, worker: int) -> None:
         self.rank, self.size = training.members.index(worker), len(training.members)
-        self._place = training.place
+        self._rendezvous = training.rendezvous
         self._group: Any = None  # a ProcessGroupGloo, whose stubs lack its methods
 
     def begin(self, state: Callable[[], bytes]) -> Future[bytes]:
@@ -81,7 +82,7 @@ class SpotGroup:
         return in_background(lambda: self._begin(state()))
 
     def _begin(self, state: bytes) -> bytes:
-        self._group = dist.ProcessGroupGloo(open_store(self._place, self.size), self.rank, self.size, _TIMEOUT)
+        self._group = dist.ProcessGroupGloo(open_store(self._rendezvous, self.size), self.rank, self.size, _TIMEOUT)
         size = torch.tensor([len(state)])
         self._group.broadcast([size], self._root()).wait()
         content = torch.empty(int(size), dtype=torch.uint8)

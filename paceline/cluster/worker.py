@@ -67,12 +67,13 @@ class Worker:
     """Generates requests, moves them to and from other workers, and trains the drafter while it has none."""
 
     def __init__(self, worker_id: int, engine: Engine, send: Send, training: DrafterTraining | None = None,
-                 clock: Callable[[], float] = time.time, learner: RankLearner | None = None, tell_s: float = 5.0,
-                 gpu: str = "", baseline: Engine | None = None, figures: FiguresCollector | None = None) -> None:
+                 clock: Callable[[], float] = time.time, learner: RankLearner | None = None,
+                 tokens_interval_s: float = 5.0, gpu: str = "", baseline: Engine | None = None,
+                 figures: FiguresCollector | None = None) -> None:
         """`training`: None if this worker does not train a drafter. `clock`: the same for all workers. `learner`: its part of the
-        policy's training, if the workers train the policy. `tell_s`: seconds between two reports of new tokens; so much
-        generation is repeated if this worker dies. `gpu`: which one it is on (`WorkerLimits.gpu`). `baseline`: an engine that
-        does not speculate, for comparison. `figures`: collects what the metrics and charts of a run need."""
+        policy's training, if the workers train the policy. `tokens_interval_s`: seconds between two reports of new
+        tokens; so much generation is repeated if this worker dies. `gpu`: which one it is on (`WorkerLimits.gpu`). `baseline`: an
+        engine that does not speculate, for comparison. `figures`: collects what the metrics and charts of a run need."""
         self.id, self.engine, self.training, self.learner = worker_id, engine, training, learner
         self._engines = [engine] if baseline is None else [engine, baseline]
         self._lacks_weights = False  # the engines sleep and have discarded them
@@ -80,11 +81,11 @@ class Worker:
         self._is_updating = False
         self._clock, self._figures = clock, figures
         self._found_figures: deque[WorkerFigures] = deque()
-        self._settings = self._told_settings = 0
+        self._settings = self._reported_settings = 0
         self._gpu = gpu
         self._inbox: deque[tuple[Message, Any, float]] = deque()
         self._events: deque[Event] = deque()
-        self.requests = HeldRequests(worker_id, engine, send, self._events.append, clock, tell_s)
+        self.requests = HeldRequests(worker_id, engine, send, self._events.append, clock, tokens_interval_s)
         if figures is not None:
             self.requests.on_begin = figures.begin_request
         self._sums, self._sums_lock = StepSums(), threading.Lock()
@@ -113,7 +114,7 @@ class Worker:
     def has_news(self) -> bool:
         """Whether the coordinator should hear from this worker soon: a request has ended or moved, there is a drafter, there are
         figures, or what the coordinator has said about its training was handled."""
-        return bool(self._events or self._found_figures) or self._settings != self._told_settings
+        return bool(self._events or self._found_figures) or self._settings != self._reported_settings
 
     @property
     def max_wait_s(self) -> float:
@@ -143,7 +144,7 @@ class Worker:
     def report(self) -> Report:
         """What has happened since the last report."""
         owes_drafter, settings = self.training is not None and self.training.owes_drafter, self._settings  # before the events
-        self._told_settings = settings
+        self._reported_settings = settings
         events = [self._events.popleft() for _ in range(len(self._events))]
         progress, tokens = self.requests.progress(), self.requests.new_tokens()
         with self._sums_lock:
@@ -173,7 +174,7 @@ class Worker:
             self._learn(held, rollout)
             if not len(self.requests):
                 self._take_figures()  # before the coordinator hears that the last request is finished
-            self._events.append(Finished(request, held.epoch, replace(rollout, features=None)))
+            self._events.append(Finished(request, held.assignment, replace(rollout, features=None)))
         for turn in result.paused:
             self.requests.pause(turn.request_id)
         if result.paused and not len(self.requests):
@@ -202,18 +203,11 @@ class Worker:
 
     def _count(self, result: StepResult, preemptions: int) -> None:
         sums, tokens = self._sums, sum(map(len, result.tokens.values()))
-        sums.steps += 1
-        sums.tokens += tokens
-        sums.prompt_tokens += result.num_prefill_rows
-        sums.drafted += result.drafted
-        sums.accepted += result.accepted
-        sums.verifications += result.num_requests
+        sums.counters.record(result, tokens)
         sums.preemptions += preemptions
-        if result.num_requests:
-            sums.strategies[str(result.strategy)] = sums.strategies.get(str(result.strategy), 0) + 1
-            if not result.num_prefill_rows:
-                old = sums.pace.get(result.num_requests, (0, 0.0))
-                sums.pace[result.num_requests] = old[0] + tokens, old[1] + result.num_requests * result.ms / 1e3
+        if result.num_requests and not result.num_prefill_rows:
+            old = sums.pace.get(result.num_requests, (0, 0.0))
+            sums.pace[result.num_requests] = old[0] + tokens, old[1] + result.num_requests * result.ms / 1e3
 
     # -- messages
 

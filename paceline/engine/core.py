@@ -88,7 +88,7 @@ class EngineCore:
         self.drafting.check(decision.strategy)
         self._guarded(partial(self._advance, decision))
         self._watchdog.observe(progress=any(result.tokens for result in self._results) or not self.scheduler.has_work)
-        return self._results.popleft() if self._results else StepResult.nothing(self._counters.steps, decision.strategy)
+        return self._results.popleft() if self._results else StepResult.nothing(decision.strategy)
 
     def _advance(self, decision: Decision) -> None:
         """Plan and launch a step, and process the outputs of a completed one."""
@@ -126,9 +126,9 @@ class EngineCore:
         finished = [self._rollout(request, reason) for request, reason in ended]
         num_forced_rows = step.command.num_forced_rows
         result = StepResult(
-            step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens), num_rows=pending.num_rows,
-            num_prefill_rows=num_forced_rows, drafted=sum(step.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
-            ms=timed.ms, drafts=drafts, paused=paused,
+            strategy=step.plan.strategy, num_requests=len(tokens), num_rows=pending.num_rows, num_prefill_rows=num_forced_rows,
+            drafted=sum(step.num_nodes), accepted=accepted, tokens=tokens, finished=finished, ms=timed.ms, drafts=drafts,
+            paused=paused,
             drafted_by_request={request.id: nodes for request, nodes in zip(step.plan.decode, step.num_nodes, strict=True)
                                 if nodes})
         self._results.append(result)  # before any of them is forgotten: what raises now loses no rollout
@@ -164,7 +164,7 @@ class EngineCore:
         self._guarded(self._process)
 
     @contextmanager
-    def _unrecorded(self, strategy: Strategy) -> Iterator[None]:
+    def unrecorded(self, strategy: Strategy) -> Iterator[None]:
         """Within it steps use this strategy, and selectors and statistics do not learn of them."""
         own, scheduler = (self.planner.control, self._counters), self.scheduler
         counts = scheduler.num_preemptions, scheduler.num_cached_tokens
@@ -201,4 +201,4 @@ class EngineCore:
     def _queue_finished(self, rollouts: list[Rollout]) -> None:
         """Queue rollouts of requests that did not end by a token, for the next call of `step`."""
         if rollouts:
-            self._results.append(replace(StepResult.nothing(self._counters.steps, Strategy.OFF), finished=rollouts))
+            self._results.append(replace(StepResult.nothing(Strategy.OFF), finished=rollouts))

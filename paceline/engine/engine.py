@@ -19,13 +19,13 @@ from paceline.engine.build import build, check_speculation, has_learned_drafter
 from paceline.engine.command import LoadDrafter, LoadWeights, Sleep, Wake
 from paceline.engine.core import EngineCore
 from paceline.engine.dummy import DummySteps
-from paceline.engine.generate import generate_groups
+from paceline.engine.generate import generate_groups, generate_unrecorded
 from paceline.engine.graphs import GraphReport
 from paceline.engine.profile import engine_identity, load_or_profile, read_learned, write_learned
 from paceline.engine.prompts import Prompt, check_reply, encode
 from paceline.engine.ranks import Ranks
 from paceline.engine.replies import encode_reply
-from paceline.engine.request import Request, Status
+from paceline.engine.request import Status
 from paceline.engine.split import check_split, decoder_maker, split_policy, start_ranks
 from paceline.engine.stats import Counters
 from paceline.engine.weights import drafter_mismatch
@@ -46,9 +46,6 @@ from paceline.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-_WARM_UP_PROMPTS = 128
-"""Largest number of prompts in the steps of `Engine.warm_up`: more than 64 use other kernels than fewer."""
 
 
 class Engine(EngineCore):
@@ -150,11 +147,12 @@ class Engine(EngineCore):
         """Continue a paused request (`SamplingParams.pauses`) behind these tokens, such as an environment's reply. Its next
         tokens are sampled as if all tokens so far had been its prompt. Return False, without a change, if they leave no room
         for a further token (`SamplingParams.max_new_tokens`, or the context)."""
-        return self.planner.resume(self._paused(request_id), check_reply(token_ids, self.model.config.vocab_size), self.version)
+        request = self.planner.paused(request_id)
+        return self.planner.resume(request, check_reply(token_ids, self.model.config.vocab_size), self.version)
 
     def end(self, request_id: int, reason: FinishReason | None = None) -> Rollout:
         """End a paused request and return its rollout. `reason`: its finish reason; None: why its last turn ended."""
-        request = self._paused(request_id)
+        request = self.planner.paused(request_id)
         return self._abort(request, reason or request.finish_reason or "stop")
 
     def cut(self, request_id: int, reason: FinishReason) -> Rollout | None:
@@ -164,12 +162,6 @@ class Engine(EngineCore):
         if request is None or request.status is Status.PAUSED or not request.has_begun_turn:
             return None
         return self._abort(request, reason)
-
-    def _paused(self, request_id: int) -> Request:
-        request = self.planner.requests.get(request_id)
-        if request is None or request.status is not Status.PAUSED:
-            raise ValueError(f"request {request_id}: it is not paused")
-        return request
 
     def logprobs(self, request_id: int, start: int = 0) -> list[float]:
         """Return the log-probabilities of a request's tokens from number `start` on: the raw ones if it asked for them
@@ -274,21 +266,13 @@ class Engine(EngineCore):
         batch), and run steps with prompts, so that no later step has to wait for a capture or a compilation. Every iteration
         does one part and yields the number of parts done, and of all. Between two of them the engine may be used."""
         requests = min(max_requests or self.scheduler.max_batch, self.scheduler.max_batch)
-        prompts = min(requests, _WARM_UP_PROMPTS if self.device.type == "cuda" else 2)
         parts: list[Callable[[], object]] = [self._profile_if_possible, *self.dummy_steps.captures(requests),
-                                             partial(self._run_prompts, prompts)]
+                                             partial(generate_unrecorded, self, requests)]
         if self.drafting.suffix is not None:
             parts.insert(0, self.drafting.suffix.warm_up)
         for done, run in enumerate(parts, 1):
             run()
             yield done, len(parts)
-
-    def _run_prompts(self, num_requests: int) -> None:
-        """Generate a few tokens for so many short prompts, unless there are requests."""
-        if not self.has_work:
-            strategy = Strategy("eagle" if self.dummy_steps.has_learned_drafter else "suffix", 1, 1, 1)
-            with self._unrecorded(strategy if self.drafting.available else Strategy.OFF):
-                self.generate([[0] * 4], SamplingParams(max_new_tokens=8), num_requests)
 
     def graph_report(self) -> GraphReport:
         """Return the number, memory and capture time of CUDA graphs; all zero where none are captured."""

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from paceline.engine.outputs import failed_rollout
 from paceline.engine.pool import RequestPool
 from paceline.engine.prompts import Prompt, check_arguments
-from paceline.types import RolloutGroup, SamplingParams, StepResult
+from paceline.types import RolloutGroup, SamplingParams, StepResult, Strategy
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
+
+_WARM_UP_PROMPTS = 128
+"""Largest number of prompts of `generate_unrecorded` on a GPU: more than 64 use other kernels than fewer."""
 
 
 def generate_groups(engine: Engine, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, n: int,
@@ -41,3 +44,13 @@ def generate_groups(engine: Engine, prompts: list[Prompt], params: SamplingParam
     for group in groups:
         group.rollouts.sort(key=lambda rollout: rollout.sample)
     return groups
+
+
+def generate_unrecorded(engine: Engine, max_requests: int) -> None:
+    """Generate a few tokens for short prompts, unless there are requests: no later step with prompts is the first one then
+    (`Engine.warming_up`)."""
+    if not engine.has_work:
+        strategy = Strategy("eagle" if engine.dummy_steps.has_learned_drafter else "suffix", 1, 1, 1)
+        num_requests = min(max_requests, _WARM_UP_PROMPTS if engine.device.type == "cuda" else 2)
+        with engine.unrecorded(strategy if engine.drafting.available else Strategy.OFF):
+            engine.generate([[0] * 4], SamplingParams(max_new_tokens=8), num_requests)

@@ -149,7 +149,7 @@ class CudaGraphs:
     def __init__(self, row_sizes: tuple[int, ...], padding_slot: int, device: torch.device, inputs_per_row: int,
                  pool: GraphPool | None) -> None:
         """`row_sizes`: numbers of rows that steps are padded to. `padding_slot`: slot of the padding request. `inputs_per_row`:
-        number of 64-bit integers that a step reads per row (see `batch.py`)."""
+        number of 64-bit integers that a step reads per row (see `rows.py`)."""
         self._padding_slot, self._device, self._inputs_per_row = padding_slot, device, inputs_per_row
         self.attach(pool, row_sizes)
 
@@ -159,7 +159,7 @@ class CudaGraphs:
         self.row_sizes, self.tree_sizes = row_sizes, coarse(row_sizes)
         self.max_rows = max(row_sizes, default=0) if pool is not None else 0
         """Number of rows of the largest captured step; 0 if nothing is captured."""
-        even_rows = self.max_rows + self.max_rows % 2  # as `batch.py` lays them out
+        even_rows = self.max_rows + self.max_rows % 2  # as `rows.py` lays them out
         self.step_inputs = torch.zeros(even_rows * self._inputs_per_row, dtype=torch.int64, device=self._device)
         """Memory that captured steps of the policy read their inputs from."""
         self.draft_slots = torch.full((self.max_rows,), self._padding_slot, device=self._device)

@@ -35,7 +35,7 @@ from paceline.engine.failures import end_broken_requests
 from paceline.engine.grammar import Grammars
 from paceline.engine.outputs import Appended, Tokenizer, append_outputs, stop_ids
 from paceline.engine.prompts import answer_seeds, bad_word_ids, check
-from paceline.engine.request import Request
+from paceline.engine.request import Request, Status
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.step_plan import Admitted, StepPlan
 from paceline.engine.strategy_control import StrategyControl
@@ -128,6 +128,13 @@ class Planner:
         request.finish_reason = reason
         self.scheduler.pause(request)
         return Turn(request.id, request.tokens[request.turn_start :], reason)
+
+    def paused(self, request_id: int) -> Request:
+        """Return a request that waits for `resume`."""
+        request = self.requests.get(request_id)
+        if request is None or request.status is not Status.PAUSED:
+            raise ValueError(f"request {request_id}: it is not paused")
+        return request
 
     def resume(self, request: Request, token_ids: list[int], version: int) -> bool:
         """Continue a paused request behind these tokens; see `Engine.resume`. `version`: version of the policy."""

@@ -1,9 +1,9 @@
-"""Counters of one engine, from which `Engine.stats` is made."""
+"""Counters of engine steps, from which `Engine.stats` is made."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from paceline.engine.scheduler import Scheduler
 from paceline.types import EngineStats, StepResult
@@ -23,7 +23,7 @@ class Counters:
     strategy_steps: Counter[str] = field(default_factory=Counter)
 
     def record(self, result: StepResult, num_tokens: int) -> None:
-        """Add a completed step, which generated `num_tokens` tokens."""
+        """Add a completed step, whose requests got `num_tokens` tokens."""
         self.steps += 1
         self.drafted += result.drafted
         self.accepted += result.accepted
@@ -33,6 +33,11 @@ class Counters:
         self.seconds += result.ms / 1e3
         if result.num_requests:
             self.strategy_steps[str(result.strategy)] += 1
+
+    def add(self, other: Counters) -> None:
+        """Add the counters of another engine."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def stats(self, scheduler: Scheduler, version: int) -> EngineStats:
         """Return the counters with the scheduler's present state."""

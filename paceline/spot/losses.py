@@ -148,12 +148,6 @@ def overlap(logits: Tensor, policy_logits: Tensor) -> Tensor:
     return torch.minimum(policy_logits.softmax(-1), logits.softmax(-1)).sum(-1)
 
 
-def disagreement(logits: Tensor, policy_logits: Tensor) -> Tensor:
-    """Negative log-overlap -log Σ min(p, q), [..., V] -> [...]. Total variation itself has almost no gradient at tokens that q
-    considers impossible; its logarithm does. Where the policy is certain, this is the cross-entropy."""
-    return -torch.minimum(policy_logits.log_softmax(-1), logits.log_softmax(-1)).logsumexp(-1)
-
-
 class ValueAndGradient(NamedTuple):
     """Value of an objective and its gradient with respect to the drafter's logits."""
 
@@ -168,8 +162,11 @@ def cross_entropy_and_gradient(log_q: Tensor, log_p: Tensor) -> ValueAndGradient
 
 
 def disagreement_and_gradient(log_q: Tensor, log_p: Tensor) -> ValueAndGradient:
-    """With r = min(p, q) / Σ min(p, q) and A = {v: q < p}, the gradient of -log Σ min(p, q) with respect to the logits is
-    q Σ_A r - r on A and q Σ_A r elsewhere."""
+    """Negative log-overlap -log Σ min(p, q). Total variation itself has almost no gradient at tokens that q considers
+    impossible; its logarithm does. Where the policy is certain, this is the cross-entropy.
+
+    With r = min(p, q) / Σ min(p, q) and A = {v: q < p}, its gradient with respect to the logits is q Σ_A r - r on A and q Σ_A r
+    elsewhere."""
     smaller = torch.minimum(log_p, log_q)
     total = smaller.logsumexp(-1, keepdim=True)
     rising = smaller.sub_(total).exp_().mul_(log_q < log_p)  # r on A

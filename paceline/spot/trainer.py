@@ -84,8 +84,6 @@ class SpotReport:
     """Means per row: `hidden` and `target` loss, `overlap/d` and `top1/d` with the policy's distribution at depth d."""
     max_micro_batch_s: float
     """Duration of the longest micro-batch, which bounds how long an interruption can take."""
-    late_s: float
-    """Seconds by which the call exceeded its time limit, if it had one."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -156,9 +154,8 @@ class SpotTrainer:
                 on_micro_batch()
             longest = max(longest, time.perf_counter() - start)
         seconds = time.perf_counter() - began
-        late = 0.0 if callable(until) else max(0.0, seconds - until)
         means = {} if losses is None else losses.means()
-        return SpotReport(seconds, count, self.progress.step - first_step, tokens, means, longest, late)
+        return SpotReport(seconds, count, self.progress.step - first_step, tokens, means, longest)
 
     def drafter(self) -> Eagle:
         """Returns the trained drafter as a new module that engines can use, in the policy's dtype."""

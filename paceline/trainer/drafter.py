@@ -34,6 +34,7 @@ from paceline.spot.coverage import coverage
 from paceline.spot.initialization import is_untrained
 from paceline.spot.packing import random_stretch
 from paceline.spot.trainer import SCALE_RECORDS
+from paceline.strategy import CostCurve
 from paceline.trainer.drafter_gain import (
     TRAINED_ACCEPTANCE,
     AcceptanceLevel,
@@ -88,16 +89,22 @@ def training_config(config: TrainConfig, start: Eagle) -> SpotConfig:
     return SpotConfig.for_drafter(start.config.form, **{"temperature": config.rollout.temperature, **known, **config.spot})
 
 
+AnswersAhead = Callable[[Callable[[], bool]], Iterable[Rollout]]
+
+
 class DrafterTrainer:
     """Trains the learned drafter during a run: an `OnlineDrafterTrainer`, or what leads the workers that train it."""
 
     failure: str | None = None
     """Why the drafter is no longer trained; None: it is."""
-    answers_ahead: Callable[[Callable[[], bool]], Iterable[Rollout]] | None = None
+    answers_ahead: AnswersAhead | None = None
     """Generates answers to prompts of later steps until told to stop. None: the drafter is warmed up on the run's own."""
 
-    def __init__(self, budget: TrainingBudget) -> None:
+    def __init__(self, budget: TrainingBudget, costs: Callable[[], CostCurve | None]) -> None:
+        """`costs`: the cost curve of the engines that draft."""
         self.budget = budget
+        self._profile, self._level = RolloutProfile(costs), AcceptanceLevel()
+        self._is_new = False  # whether the drafter is untrained and its warm-up has not been planned
 
     def begin_step(self, step: int) -> None:
         """Called once per training step, before generation begins."""
@@ -125,6 +132,24 @@ class DrafterTrainer:
     def close(self) -> None:
         """Ends training and waits for what is being written."""
 
+    def _plan(self, can_train: bool) -> None:
+        """Plans the warm-up of a new drafter as soon as it can be trained, and has answers to later prompts generated for it in a
+        share of that time. Afterwards the budget depends on how far acceptance has fallen."""
+        if not (self._is_new and can_train):
+            self.budget.advance(*fallen_share(self._profile, self._level, MEASURED_DEPTH))
+            return
+        self._is_new = False
+        trained = self._profile.relative_time(chain_length(TRAINED_ACCEPTANCE, MEASURED_DEPTH), MEASURED_DEPTH)
+        self.budget.plan_warm_up(1 - trained)
+        if self.answers_ahead is not None and self.budget.warming_up:
+            tokens = self._generate_ahead(self.answers_ahead, AHEAD_SHARE * self.budget.warm_up_left)
+            self.budget.on_note(f"for the drafter's warm-up {tokens:,} tokens of answers to later prompts were generated")
+
+    def _generate_ahead(self, answers_ahead: AnswersAhead, seconds: float) -> int:
+        """Generates answers to later prompts for at most so long. Returns the number of their tokens that the drafter can be
+        trained on."""
+        raise NotImplementedError
+
 
 class OnlineDrafterTrainer(DrafterTrainer):
     """Trains the engine's learned drafter after generation and before the policy's update. The engine gets the result once it is
@@ -132,7 +157,7 @@ class OnlineDrafterTrainer(DrafterTrainer):
 
     def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, limits: BufferLimits) -> None:
         assert engine.eagle is not None
-        super().__init__(budget)
+        super().__init__(budget, partial(predicted_costs, engine))
         self.engine, self.config, self.limits, self._step = engine, config, limits, 0
         self._start = engine.eagle.module
         self._generation_s: dict[int, float] = {}  # by step
@@ -141,7 +166,6 @@ class OnlineDrafterTrainer(DrafterTrainer):
         self._downloads = FeatureDownloads()
         self._held_out: list[tuple[FeatureRecord, int]] = []  # with their steps
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
-        self._profile, self._level = RolloutProfile(partial(predicted_costs, engine)), AcceptanceLevel()
         self._is_ahead = False  # whether the drafter in training differs from the one in use
         found = load_snapshot(folder, engine.version)
         self._is_new = is_untrained(self._start) and found is None
@@ -251,13 +275,7 @@ class OnlineDrafterTrainer(DrafterTrainer):
 
     def _train(self) -> dict[str, float]:
         began = time.perf_counter()
-        if self._is_new and len(self.buffer):
-            self._is_new = False
-            trained = self._profile.relative_time(chain_length(TRAINED_ACCEPTANCE, MEASURED_DEPTH), MEASURED_DEPTH)
-            self.budget.plan_warm_up(1 - trained)
-            self._generate_ahead()
-        else:
-            self.budget.advance(*fallen_share(self._profile, self._level, MEASURED_DEPTH))
+        self._plan(can_train=len(self.buffer) > 0)
         idle_s, self._idle_s = self._idle_s, 0.0
         seconds = self.budget.next_seconds() - idle_s - (time.perf_counter() - began)
         report = self._run_trainer(seconds) if seconds > 0 and self.buffer.newest_step == self._step else None
@@ -280,15 +298,12 @@ class OnlineDrafterTrainer(DrafterTrainer):
         until = time.perf_counter() + seconds  # the trainer may just have been made, which takes long
         return trainer.run(lambda: time.perf_counter() >= until or trainer.progress.tokens >= enough)
 
-    def _generate_ahead(self) -> None:
-        """If a new drafter is warmed up, has answers to later prompts generated for it, until the buffer is full or a share of
-        the warm-up's time is over."""
-        if self.answers_ahead is None or not self.budget.warming_up:
-            return
-        until, tokens = time.perf_counter() + AHEAD_SHARE * self.budget.warm_up_left, 0
+    def _generate_ahead(self, answers_ahead: AnswersAhead, seconds: float) -> int:
+        """Ends earlier if the buffer is full."""
+        until, tokens = time.perf_counter() + seconds, 0
         self.engine.reports_features = True
         try:
-            for rollout in self.answers_ahead(lambda: time.perf_counter() >= until or self.buffer.is_full):
+            for rollout in answers_ahead(lambda: time.perf_counter() >= until or self.buffer.is_full):
                 record, rollout.features = rollout.features, None
                 if record is not None:
                     tokens += len(rollout.token_ids)
@@ -300,7 +315,7 @@ class OnlineDrafterTrainer(DrafterTrainer):
         finally:
             self.engine.reports_features = False
         self._downloads.wait()
-        self.budget.on_note(f"for the drafter's warm-up {tokens:,} tokens of answers to later prompts were generated")
+        return tokens
 
     def _review(self) -> dict[str, float]:
         """Gives the engine the drafter in training, if it is better than the one in use. They are compared once there are enough

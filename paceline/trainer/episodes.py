@@ -117,7 +117,7 @@ class EpisodeCollector(RolloutCollector):
         if episodes.resets or episodes.replies:
             self._read_environments(requests, episodes, ended, waits=not (engine.has_work or requests.has_news))
         self._end_overdue(requests, episodes, ended)
-        step = requests.step() if engine.has_work else requests.catch_up(StepResult.nothing(0, Strategy.OFF))
+        step = requests.step() if engine.has_work else requests.catch_up(StepResult.nothing(Strategy.OFF))
         for _, turn in step.turns:
             self._end_turn(requests, episodes, turn, ended)
         for group, rollout in step.finished:

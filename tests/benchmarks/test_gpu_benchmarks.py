@@ -7,18 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.gpu import (
-    cold_start,
-    decode,
-    episodes,
-    exact_logprobs,
-    headline,
-    memory,
-    queue,
-    serve,
-    speculate,
-    step,
-)
+from benchmarks.gpu import cold_start, decode, episodes, exact_logprobs, headline, memory, queue, serve, speculate
 from benchmarks.lib.episodes import draw_episodes
 from benchmarks.lib.prompts import long_tailed_lengths
 from benchmarks.lib.result_tables import make_table
@@ -27,7 +16,7 @@ from paceline import Strategy
 from paceline.types import Rollout, StepResult
 
 
-@pytest.mark.parametrize("script", [decode, step, exact_logprobs, *(
+@pytest.mark.parametrize("script", [decode, exact_logprobs, *(
     pytest.param(script, marks=pytest.mark.slow) for script in (speculate, headline, memory, cold_start))])
 def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
     file = tmp_path / "out.json"
@@ -155,7 +144,7 @@ def test_all_engines_have_the_same_environment():
 
 def one_step(tokens: dict[int, list[int]], finished: int = 0, prefill: int = 0) -> StepResult:
     done = [Rollout(0, 0, [], [], [], "", "length", [])] * finished
-    return StepResult(0, Strategy.OFF, len(tokens), len(tokens), prefill, 0, 0, tokens, done, 1.0)
+    return StepResult(Strategy.OFF, len(tokens), len(tokens), prefill, 0, 0, tokens, done, 1.0)
 
 
 def test_a_window_counts_only_steps_in_which_all_decode():

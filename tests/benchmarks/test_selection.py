@@ -14,6 +14,7 @@ from benchmarks.lib.selection import drawn, simulated, summary
 
 def test_a_run_writes_its_results(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [selection.__file__])
+    monkeypatch.setattr(selection.choosing.microseconds, "__defaults__", (20,))
     selection.main(["--allow-dirty", "--workloads", "shrinking", "random", "--rounds", "1", "--out", str(tmp_path / "x.json")])
     found = json.loads((tmp_path / "x.json").read_text())
     work = found["models"]["h200"]["workloads"]

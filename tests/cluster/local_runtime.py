@@ -8,7 +8,7 @@ from itertools import count
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from paceline.cluster.learning import Meeting
+from paceline.cluster.learning import ProcessGroup
 from paceline.cluster.messages import Message
 from paceline.cluster.reports import Lost, Report
 from paceline.cluster.worker import Send, Worker
@@ -20,7 +20,7 @@ class LocalRuntime:
     def __init__(self, num_workers: int, make_worker: Callable[[int, Send], Worker], steps_per_poll: int = 4) -> None:
         self.num_workers, self._make_worker, self._steps_per_poll = num_workers, make_worker, steps_per_poll
         self.workers: dict[int, Worker] = {}
-        self._folder, self._places = TemporaryDirectory(prefix="paceline-"), count()
+        self._folder, self._rendezvous_numbers = TemporaryDirectory(prefix="paceline-"), count()
         self._lost: list[Lost] = []
         for worker in range(num_workers):
             self.start(worker)
@@ -37,8 +37,8 @@ class LocalRuntime:
     def has_room(self) -> bool:
         return True  # in this process
 
-    def place(self) -> str:
-        return f"{self._folder.name}/{next(self._places)}"
+    def new_rendezvous(self) -> str:
+        return f"{self._folder.name}/{next(self._rendezvous_numbers)}"
 
     def put(self, value: Any) -> Any:
         return value
@@ -64,10 +64,10 @@ class LocalRuntime:
         assert self.num_workers == 1, "several ranks need processes of their own"
         return _Calls([self.workers[worker].call(method, args) for worker, args in enumerate(each)], method)
 
-    def meeting(self) -> Meeting:
-        """A meeting of the only worker; with NCCL if it is on a GPU."""
+    def new_process_group(self) -> ProcessGroup:
+        """A process group of the only worker; with NCCL if it is on a GPU."""
         device = self.workers[0].engine.model.norm.device.type
-        return Meeting(self.place(), self.num_workers, "nccl" if device == "cuda" else "gloo", device)
+        return ProcessGroup(self.new_rendezvous(), self.num_workers, "nccl" if device == "cuda" else "gloo", device)
 
     def close(self) -> None:
         self.workers.clear()

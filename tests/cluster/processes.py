@@ -30,7 +30,7 @@ class DeviceSpec:
         torch.set_num_threads(1)
         engine = make_device_engine(self.device, self.strategy, seed=7)
         gpu = gpu_of(engine.model.norm.device) or "memory of this machine"
-        return Worker(worker_id, engine, send, tell_s=0.1, gpu=gpu if self.shared else "")
+        return Worker(worker_id, engine, send, tokens_interval_s=0.1, gpu=gpu if self.shared else "")
 
 
 def make_device_engine(device: str, strategy: str, seed: int) -> Engine:

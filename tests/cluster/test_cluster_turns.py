@@ -29,7 +29,7 @@ def test_any_number_of_workers_gives_the_same_episodes(workers, strategy):
 
 def test_turns_that_are_cut_end_where_the_coordinator_knows_them():
     """As when an episode's time is over: what it has is the beginning of the whole episode, and its worker is free."""
-    runtime = LocalRuntime(2, lambda w, send: Worker(w, make_engine("off", seed=7, max_batch=5), send, tell_s=0.0), 2)
+    runtime = LocalRuntime(2, lambda w, send: Worker(w, make_engine("off", seed=7, max_batch=5), send, tokens_interval_s=0.0), 2)
     coordinator = Coordinator(runtime, EAGER, interval_s=0.0)
     coordinator.publish_policy(weights(), 0)
     ids = submit(coordinator, PARAMS)
@@ -50,8 +50,8 @@ def test_turns_that_are_cut_end_where_the_coordinator_knows_them():
 
 
 def survive(num_workers: int, strategy: str, deaths: int, seed: int) -> None:
-    runtime = ChaoticRuntime(num_workers, lambda w, send: Worker(w, make_engine(strategy, seed=7), send, tell_s=0.0), seed,
-                             deaths)
+    runtime = ChaoticRuntime(
+        num_workers, lambda w, send: Worker(w, make_engine(strategy, seed=7), send, tokens_interval_s=0.0), seed, deaths)
     coordinator = Coordinator(runtime, EAGER, interval_s=0.0, decide=restless(seed))
     coordinator.publish_policy(weights(), 0)
     assert_same(run_episodes(coordinator, random.Random(seed), rounds=40_000))

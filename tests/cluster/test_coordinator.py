@@ -42,7 +42,7 @@ def check_clean(coordinator) -> None:
         coordinator.step()
     assert len(coordinator.book) == 0
     for worker in coordinator.runtime.workers.values():
-        assert not len(worker.requests) and not worker.requests.num_reserved
+        assert not len(worker.requests) and not worker.requests._reserved
         assert not worker.engine.scheduler.has_work
         worker.engine.scheduler.pages.check_integrity()
         pages = worker.engine.scheduler.pages
@@ -82,7 +82,7 @@ def test_the_steps_of_a_worker_whose_last_request_has_left_are_reported(cancels)
         for number, worker in zip(view.requests.id.tolist(), view.requests.worker.tolist(), strict=True):
             if worker < 0:
                 actions.append(Assign(0, (number,)))
-            elif worker == 0 and coordinator.sums.tokens > 8 and not cancels:
+            elif worker == 0 and coordinator.sums.counters.generated_tokens > 8 and not cancels:
                 actions.append(Migrate(number, 0, 1))
         return actions
 
@@ -91,11 +91,11 @@ def test_the_steps_of_a_worker_whose_last_request_has_left_are_reported(cancels)
     (request,) = coordinator.submit([RequestState([1], SamplingParams(max_new_tokens=32, seed=1, ignore_eos=True), 0, 0)], "one")
     for _ in range(60):
         coordinator.step()
-        if cancels and coordinator.sums.tokens > 4:
+        if cancels and coordinator.sums.counters.generated_tokens > 4:
             coordinator.cancel([request])
     figures = coordinator.figures.take()
     assert len(coordinator.book) == 0 and len(figures) == 2 - cancels
-    assert sum(each.trace["batch"]["0"]["none"][2] for each in figures) == coordinator.sums.tokens
+    assert sum(each.trace["batch"]["0"]["none"][2] for each in figures) == coordinator.sums.counters.generated_tokens
 
 
 def test_speculating_workers_give_the_same_rollouts():
@@ -137,7 +137,7 @@ CHAOS = (st.integers(2, 4), st.sampled_from(["off"]), st.integers(0, 4), st.inte
 
 
 @settings(max_examples=6, deadline=None)
-@example(3, "off", 2, 2**31)  # pages reserved for an outdated stay were never released
+@example(3, "off", 2, 2**31)  # pages reserved for an outdated assignment were never released
 @given(*CHAOS)
 def test_workers_may_die_at_any_moment(num_workers, strategy, deaths, seed):
     survive(num_workers, strategy, deaths, seed)

@@ -32,7 +32,7 @@ class DyingWorkers:
     def put(self, value: Any) -> Any:
         return value
 
-    def meeting(self) -> None:
+    def new_process_group(self) -> None:
         return None
 
     def call(self, method: str, each: Sequence[tuple[Any, ...]]) -> Calls:

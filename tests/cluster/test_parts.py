@@ -100,7 +100,7 @@ def test_tokens_are_appended_once():
     book.extend(new)
     book.extend(NewTokens.of([(first, 0, 1, ([5, 6], [-2.0, -3.0], [], [0, 0]))]))
     book.extend(NewTokens.of([(first, 0, 9, ([7], [-1.0], [], [0]))]))  # what came before it is missing
-    book.extend(NewTokens.of([(first, 1, 3, ([8], [-1.0], [], [0]))]))  # from a stay that is not the present one
+    book.extend(NewTokens.of([(first, 1, 3, ([8], [-1.0], [], [0]))]))  # of an assignment that is not the present one
     assert book.state(first).output_ids == [4, 5, 6] and book.state(first).logprobs == [-1.0, -2.0, -3.0]
     found = book.state(second)
     assert (found.output_ids, found.logprobs, found.raw_logprobs, found.versions) == ([9], [-4.0], [-5.0], [1])
@@ -108,35 +108,35 @@ def test_tokens_are_appended_once():
 
 def test_progress_is_written_down_unless_it_is_outdated():
     book, (first, second, third) = make_book()
-    book.place(second, 0, 3)
+    book.assign(second, 0, 3)
     book.finish(third, 4)
-    found = book.note(Progress(*np.array([[first, second, third, 99], [0, 2, 0, 0], [7, 8, 9, 9]])))
+    found = book.update_progress(Progress(*np.array([[first, second, third, 99], [0, 2, 0, 0], [7, 8, 9, 9]])))
     assert found == [(second, 2), (third, 0), (99, 0)]
     assert book.table(0.0).context.tolist() == [3 + 7, 3]
 
 
 def test_requests_of_a_lost_worker_start_again_under_a_new_number():
     book, (first, second, third) = make_book()
-    book.place(first, 0, 1)
-    book.place(second, 1, 1)
+    book.assign(first, 0, 1)
+    book.assign(second, 1, 1)
     book.set_target(second, 0)
-    assert book.on_worker(0) == [first, second] and third in book.open_requests()
-    epoch = book.epoch(second)
+    assert book.on_worker(0) == [first, second] and book.is_open(third)
+    assignment = book.assignment(second)
     assert book.restart(second, lost=0) == 0, "it was only on its way there"
-    assert book.worker(second) == book.target(second) == NOWHERE and book.epoch(second) > epoch + 1
+    assert book.worker(second) == book.target(second) == NOWHERE and book.assignment(second) > assignment + 1
 
 
 def test_finished_requests_are_forgotten_while_others_go_on(monkeypatch):
     monkeypatch.setattr("paceline.cluster.book._TRIM", 2)
     book, (first, second, third) = make_book()
-    book.place(third, 1, 3)
+    book.assign(third, 1, 3)
     book.extend(NewTokens.of([(third, 3, 0, ([4, 5], [-1.0, -2.0], [], [0, 0]))]))
     book.finish(first, 4)
     book.finish(second, 4)
     (later,) = book.add([RequestState([1], SamplingParams(), 0, 0)], "b", now=0.0)
     assert len(book._states) == 2 and not book.is_open(first) and book.is_open(third) and later == third + 1
-    assert book.worker(third) == 1 and book.epoch(third) == 3 and book.state(third).output_ids == [4, 5]
-    assert book.open_requests() == [third, later] and book.worker(later) == NOWHERE
+    assert book.worker(third) == 1 and book.assignment(third) == 3 and book.state(third).output_ids == [4, 5]
+    assert len(book) == 2 and book.is_open(later) and book.worker(later) == NOWHERE
 
 
 def test_ids_are_never_used_again():

@@ -46,12 +46,20 @@ def generate_long(coordinator: Coordinator) -> None:
     run(coordinator, coordinator.submit([RequestState([3, 1, 4], params, 0, 0)], "long"))
 
 
-def test_idle_workers_train_while_others_generate():
+def test_idle_workers_train_while_others_generate_and_the_drafter_reaches_every_worker():
     coordinator = make_training_cluster()
+    policy = [p.clone() for p in coordinator.runtime.workers[0].engine.model.parameters()]
     assert_same(run(coordinator, submit(coordinator)))
     generate_long(coordinator)
     for _ in range(4):
         coordinator.step()
+    check_training_was_recorded(coordinator)
+    check_drafter_reaches_every_worker(coordinator)
+    unchanged = coordinator.runtime.workers[0].engine.model.parameters()
+    assert all(torch.equal(a, b) for a, b in zip(policy, unchanged, strict=True)), "the policy is left alone"
+
+
+def check_training_was_recorded(coordinator: Coordinator) -> None:
     coordinator.timeline.close()
     intervals = [e for e in coordinator.timeline.events if e["event"] == "interval"]
     training = [e for e in intervals if e["state"] == "training"]
@@ -62,11 +70,7 @@ def test_idle_workers_train_while_others_generate():
     assert coordinator.timeline.shares()["training"] > 0
 
 
-def test_the_new_drafter_reaches_every_worker_and_leaves_the_policy_alone():
-    coordinator = make_training_cluster()
-    before = [p.clone() for p in coordinator.runtime.workers[0].engine.model.parameters()]
-    run(coordinator, submit(coordinator))
-    generate_long(coordinator)
+def check_drafter_reaches_every_worker(coordinator: Coordinator) -> None:
     workers = list(coordinator.runtime.workers.values())
     wait_until(lambda: coordinator.step() or
                {worker.drafter_version for worker in workers} == {coordinator.drafter_version} != {-1})
@@ -77,7 +81,6 @@ def test_the_new_drafter_reaches_every_worker_and_leaves_the_policy_alone():
     drafters = [list(worker.engine.eagle.module.parameters()) for worker in workers]
     for other in drafters[1:]:
         assert all(torch.equal(a, b) for a, b in zip(drafters[0], other, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(before, workers[0].engine.model.parameters(), strict=True))
 
 
 def test_training_continues_on_another_worker_after_its_trainer_died():
@@ -258,18 +261,18 @@ def test_a_member_goes_on_alone_if_the_other_is_gone_before_their_group_is_forme
 
 def test_rounds_begin_when_workers_join_or_leave():
     trainers = Trainers()
-    places = iter("abc")
-    assert trainers.new_rounds(lambda: next(places)) == []
+    rendezvous = iter("abc")
+    assert trainers.new_rounds(lambda: next(rendezvous)) == []
     trainers.add(4)
-    assert trainers.new_rounds(lambda: next(places)) == [(4, TrainingRound(1, (4,), ""))]
+    assert trainers.new_rounds(lambda: next(rendezvous)) == [(4, TrainingRound(1, (4,), ""))]
     trainers.add(2)
     two = TrainingRound(2, (4, 2), "a")
-    assert trainers.new_rounds(lambda: next(places)) == [(4, two), (2, two)]
+    assert trainers.new_rounds(lambda: next(rendezvous)) == [(4, two), (2, two)]
     trainers.remove(4, 2)
     trainers.add(4)
     trainers.remove(4, 2)  # said before it was added again
-    assert trainers.new_rounds(lambda: next(places))[0][1].members == (2, 4)
-    assert trainers.new_rounds(lambda: next(places)) == []
+    assert trainers.new_rounds(lambda: next(rendezvous))[0][1].members == (2, 4)
+    assert trainers.new_rounds(lambda: next(rendezvous)) == []
 
 
 def test_idle_workers_train_together_while_another_generates():
@@ -309,7 +312,8 @@ def test_more_draft_tokens_are_accepted_after_spot_training():
                 states = [RequestState([k + 1, k + 2], each, 0, sample) for sample, each in enumerate(params)]
                 ids += coordinator.submit(states, str(k))
             run(coordinator, ids, rounds=4000)
-            found.append(coordinator.sums.tokens / coordinator.sums.verifications)
+            counters = coordinator.sums.counters
+            found.append(counters.generated_tokens / counters.verifications)
         return found
 
     frozen, trained = accept_lengths(0), accept_lengths(1)

@@ -168,9 +168,9 @@ def drafts(strategy: Strategy, expected: float) -> DraftOutcomes:
 def feed(monitor: DrafterMonitor, per_request: int, drafter: str = "eagle", ms: float = 1.0, expected: float = 0.0,
          steps: int = 32) -> None:
     strategy = Strategy.OFF if drafter == "none" else Strategy(drafter, 4, 1, 4)
-    for step in range(steps):
+    for _ in range(steps):
         tokens = {i: [0] * per_request for i in range(4)}
-        monitor.on_engine_step(StepResult(step, strategy, 4, 20, 0, 16, 4 * (per_request - 1), tokens, [], ms,
+        monitor.on_engine_step(StepResult(strategy, 4, 20, 0, 16, 4 * (per_request - 1), tokens, [], ms,
                                           drafts(strategy, expected) if expected else None))
 
 

@@ -20,7 +20,7 @@ def engine_step(tokens: dict[int, int], strategy: Strategy = Strategy.OFF, ms: f
     drafted = 0 if strategy is Strategy.OFF else 4 * len(tokens)
     accepted = sum(tokens.values()) - len(tokens)
     new = {request: [1] * num for request, num in tokens.items()}
-    return StepResult(0, strategy, len(tokens), len(tokens), 0, drafted, accepted, new, [], ms)
+    return StepResult(strategy, len(tokens), len(tokens), 0, drafted, accepted, new, [], ms)
 
 
 def groups(*lengths: int) -> list[RolloutGroup]:
@@ -61,9 +61,9 @@ def test_a_trace_stays_small():
 def test_without_engine_steps_of_its_own():
     """A cluster's rounds have no tokens: which answers are live is still known."""
     trace = RolloutTrace(64)
-    trace.add(StepResult.nothing(0, Strategy.OFF), 4)
+    trace.add(StepResult.nothing(Strategy.OFF), 4)
     assert trace.record(groups(3)) == {"lengths": [3]}
-    trace.add(StepResult(0, Strategy.OFF, 0, 0, 0, 0, 0, {}, [], 5.0), 4)
+    trace.add(StepResult(Strategy.OFF, 0, 0, 0, 0, 0, {}, [], 5.0), 4)
     assert trace.record(groups(3))["on"].keys() == {"seconds", "total", "live"}
 
 

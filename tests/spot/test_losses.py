@@ -11,7 +11,6 @@ from paceline.spot.losses import (
     OBJECTIVES,
     Heads,
     cross_entropy,
-    disagreement,
     hidden_distance,
     overlap,
     step_weights,
@@ -21,6 +20,10 @@ from paceline.spot.losses import (
 
 def logits(*probabilities: float) -> torch.Tensor:
     return torch.tensor(probabilities, dtype=torch.float64).log()
+
+
+def disagreement(q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    return -torch.minimum(p.log_softmax(-1), q.log_softmax(-1)).logsumexp(-1)
 
 
 def test_values_by_hand():

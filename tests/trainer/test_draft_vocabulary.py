@@ -46,7 +46,7 @@ def test_only_large_vocabularies_are_reduced():
 def test_a_run_chooses_the_tokens_of_its_answers_and_keeps_them(folder):  # noqa: F811
     policy, _ = load_model(folder / "model", "cpu", torch.float64)
     options = {"drafter": "learned", "strategy": "eagle:d3w1v3", "spot": {"draft_vocab": SIZE}, "checkpoint_every": 1,
-               "drafter_budget": {"trial_share": 1000.0}}  # of milliseconds
+               "drafter_budget": {"trial_share": 1000.0, "longest_s": 2.0}}  # generation takes milliseconds
     first, second = Look(), Look()
     Trainer(make_config(folder, steps=2, **options), callbacks=[first]).run()
     start, chosen = first.ids[0], first.ids[-1]

@@ -53,7 +53,7 @@ def test_a_profile_counts_steps_without_speculation():
     profile = RolloutProfile(partial(predicted_costs, SimpleNamespace(selector=None, costs=curve(0.0, 0.0))))
     assert profile.relative_time(2.0, 6) == 0.5, "a fixed strategy always speculates"
     for strategy, size, tokens in ((Strategy.OFF, 8, 1), (Strategy("eagle", 4, 1, 4), 2, 2)):
-        profile.on_engine_step(StepResult(0, strategy, size, size, 0, 0, 0, {i: [0] * tokens for i in range(size)}, [], 1.0))
+        profile.on_engine_step(StepResult(strategy, size, size, 0, 0, 0, {i: [0] * tokens for i in range(size)}, [], 1.0))
     taken = profile.take()
     assert taken == {8: BatchSteps(1), 2: BatchSteps(2, drafted_tokens=4, verifications=2)} and profile.take() == {}
     both = RolloutProfile(lambda: curve(0.2))
@@ -69,7 +69,7 @@ def test_what_suffix_drafts_save_is_not_saved_again():
     drafts have four."""
     profile = RolloutProfile(lambda: curve(0.0, 0.0))
     for strategy, tokens in ((Strategy.OFF, 1), (Strategy("suffix", 4, 1, 4), 4)):
-        profile.on_engine_step(StepResult(0, strategy, 2, 2, 0, 0, 0, {i: [0] * tokens for i in range(2)}, [], 10.0))
+        profile.on_engine_step(StepResult(strategy, 2, 2, 0, 0, 0, {i: [0] * tokens for i in range(2)}, [], 10.0))
     assert profile.relative_time(1.5, 1) == 1.0
     assert profile.relative_time(1.99, 1) < 0.5, "a long chain of a drafter that is nearly always right"
 
@@ -88,7 +88,7 @@ def test_an_acceptance_that_has_fallen_over_several_steps_is_noticed():
     for tokens in (4, 4, 4, 4, 2, 4, 4, 4, 2, 2, 2, 2):
         profile = RolloutProfile(lambda: None)
         for _ in range(100):
-            profile.on_engine_step(StepResult(0, Strategy("eagle", 4, 1, 4), 1, 1, 0, 0, 0, {0: [0] * tokens}, [], 1.0))
+            profile.on_engine_step(StepResult(Strategy("eagle", 4, 1, 4), 1, 1, 0, 0, 0, {0: [0] * tokens}, [], 1.0))
         share, why = fallen_share(profile, level, 6)
         shares.append(share)
     assert shares[:4] == [0.0] * 4 and 0 < shares[4] < 0.2 and shares[-1] == 0.5

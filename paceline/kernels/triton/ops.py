@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LIBRARY_ROWS = 72
 """Fewest rows with which the library multiplies shares of K."""
+_AHEAD_BYTES = 2 << 20
+"""Bytes of the weight that a product prefetches under programmatic dependent launch."""
 _NARROW = 2048
 """Up to this hidden size, fusing pays for twice as many rows, because products take a smaller part of a step."""
 
@@ -66,23 +68,20 @@ class TritonOps(TorchOps):
 
     name = "triton"
 
-    def __init__(self, device: torch.device | str = "cuda", max_context: int = 32768, pdl: bool = True, fused: bool = True,
-                 ahead: int = 2 << 20, fused_rows: int = 32,
+    def __init__(self, device: torch.device | str = "cuda", max_context: int = 32768, fused_rows: int = 32,
                  whole_depth: bool = False) -> None:
         """
         Args:
             device: A CUDA device (the CPU under Triton's interpreter).
             max_context: The longest context of any request.
-            pdl: Use programmatic dependent launch for steps of up to 2 * `fused_rows` rows, where it is supported.
-            fused: Fuse products with the norm, activation or rotary embedding next to them, for steps of few rows.
-            ahead: Bytes of the weight that a product prefetches under programmatic dependent launch.
+            fused_rows: Steps of up to this many rows use products that are fused with the norm, activation or rotary embedding
+                next to them (twice as many if the hidden size is small).
             whole_depth: Products never sum shares of K by themselves, so that a part of a weight's rows gives the bits of the
                 whole (tensor parallelism).
-            fused_rows: Steps of up to this many rows use the fused products (twice as many if the hidden size is small).
         """
-        self.pdl, self._max_context = pdl and supports_pdl(device), max_context
-        self._whole_depth = whole_depth
-        self.fused, self.fused_rows, self._ahead = fused, fused_rows, ahead if self.pdl else 0
+        self._pdl, self._max_context = supports_pdl(device), max_context
+        self._fused_rows, self._whole_depth = fused_rows, whole_depth
+        self._ahead = _AHEAD_BYTES if self._pdl else 0
         self._uses_library = torch.device(device).type == "cuda"
         self._checked: set[tuple[torch.dtype, torch.Size]] = set()
         self._without_library: set[tuple[torch.dtype, torch.Size]] = set()
@@ -91,7 +90,7 @@ class TritonOps(TorchOps):
 
     def _uses_pdl(self, rows: Tensor) -> bool:
         """Whether a step of so many rows uses programmatic dependent launch."""
-        return self.pdl and rows.shape[0] <= 2 * self.fused_rows
+        return self._pdl and rows.shape[0] <= 2 * self._fused_rows
 
     # -- matrix products
 
@@ -200,11 +199,11 @@ class TritonOps(TorchOps):
 
     def should_fuse(self, num_rows: int, hidden: int, head_dim: int) -> bool:
         """For any number of rows, because many have to round like few (`_fused_config`)."""
-        return self.fused and num_rows > 0 and _halves_evenly(head_dim)
+        return num_rows > 0 and _halves_evenly(head_dim)
 
     def linear_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor,
                     eps: float) -> tuple[Normed, Tensor]:
-        if not self.fused or not _supported(x, weight, norm):
+        if not _supported(x, weight, norm):
             return super().linear_norm(x, weight, bias, residual, norm, eps)
         config = self._fused_config("linear_norm", x, weight)
         if config is None:
@@ -215,7 +214,7 @@ class TritonOps(TorchOps):
                                         self._ahead)
 
     def gated_linear(self, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self.fused or not _supported(x.rows, weight):
+        if not _supported(x.rows, weight):
             return super().gated_linear(x, weight, bias)
         config = self._fused_config("gated", x.rows, weight)
         if config is None:
@@ -240,7 +239,7 @@ class TritonOps(TorchOps):
         return linear.one_pass_config(kind, x, weight, half) if x.shape[0] <= self._most_fused_rows(hidden) else None
 
     def _most_fused_rows(self, hidden: int) -> int:
-        return self.fused_rows if hidden > _NARROW else 2 * self.fused_rows
+        return self._fused_rows if hidden > _NARROW else 2 * self._fused_rows
 
     # -- attention
 

@@ -26,10 +26,11 @@ def goals(parts: Content) -> list[Goal]:
 def gpu_queue(content: Content, _: str) -> Table:
     """The queues as the first table; arrivals below."""
     parts = content["parts"]
-    return Table("New prompts among running requests on a GPU", " ".join(_sentences(content)),
+    queues = sorted(parts.get("queue", {}).items(), key=lambda queue: int(queue[0]))
+    title = "New prompts among running requests on a GPU" + (", with a learned drafter" if content["has_drafter"] else "")
+    return Table(title, " ".join(_sentences(content)),
                  ("batch", "prompts", "off, tokens/s", "vLLM, tokens/s", "off × vLLM", "auto × vLLM", "auto × off",
-                  "accept length of auto"), [_queue_row(batch, cell) for batch, cell in parts.get("queue", {}).items()],
-                 _arrivals(parts))
+                  "accept length of auto"), [_queue_row(batch, cell) for batch, cell in queues], _arrivals(parts))
 
 
 def _queue_row(batch: str, cell: Content) -> tuple[object, ...]:
@@ -51,6 +52,9 @@ def _sentences(content: Content) -> list[str]:
     if any("auto" in cell for cell in cells):
         flips, compared = (sum(cell["flips"][key] for cell in cells) for key in ("flips", "tokens_compared"))
         told.append(f"Answers of `auto` that differ from those of off: {flips} (of {number(compared)} tokens compared).")
+    if arrivals := [cell["extra_steps"] for cells in parts.get("arrival", {}).values() for cell in cells.values()]:
+        told.append(f"A prompt of about 100 tokens that arrives costs the running requests {min(arrivals):.2f} to "
+                    f"{max(arrivals):.2f} steps' time.")
     if prefill := parts.get("prefill"):
         model = "a model with the cost of 7B" if prefill["on"] == "twin" else "the policy"
         told.append(f"{prefill['prompts']} prompts of {prefill['prompt_tokens']:,} tokens that arrive at once have their first "

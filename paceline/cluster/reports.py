@@ -73,7 +73,8 @@ class NewTokens:
 
     @classmethod
     def of(cls, found: Sequence[tuple[int, int, int, Outputs]]) -> NewTokens:
-        """From the requests' numbers, assignments, starts, and outputs (`Migration.outputs`)."""
+        """Make the report from the requests' numbers, their assignments, where their new tokens start, and their outputs
+        (`Migration.outputs`)."""
         outputs = [each for *_, each in found]
         request, assignment, start, count, raw_count = np.array(
             [(*numbers, len(each[0]), len(each[2])) for *numbers, each in found], np.int64).reshape(-1, 5).T

@@ -32,7 +32,7 @@ class TrainingRound:
     members: tuple[int, ...]
     """Workers; the first one's state is where all continue."""
     rendezvous: str
-    """Of their process group, as `open_store` takes it; empty for one worker alone."""
+    """Where the members meet to form their process group (`rendezvous.open_store`); empty if one worker trains alone."""
 
 
 class Trainers:
